@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .split.throughput_moe import ThroughputMoE
     from .split.two_level import TwoLevelMoE
     from .split.two_level_low_latency import TwoLevelLowLatencyAllToAll
+    from .split.two_level_throughput import TwoLevelAllToAll
     from .training.functional import moe
     from .training.layer import MoELayer
     from .weights.int4.quantizing import dequantize_int4, quantize_int4
@@ -100,6 +101,7 @@ _MODULES = {
     "RequantizationWarning": "errors",
     "SymmBuffer": "fused.buffer",
     "ThroughputMoE": "split.throughput_moe",
+    "TwoLevelAllToAll": "split.two_level_throughput",
     "TwoLevelLowLatencyAllToAll": "split.two_level_low_latency",
     "TwoLevelMoE": "split.two_level",
     "buffer_size": "fused.buffer",
@@ -160,6 +162,7 @@ __all__ = [
     "RequantizationWarning",
     "SymmBuffer",
     "ThroughputMoE",
+    "TwoLevelAllToAll",
     "TwoLevelLowLatencyAllToAll",
     "TwoLevelMoE",
     "activations",

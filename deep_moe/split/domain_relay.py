@@ -145,9 +145,15 @@ class DomainRelay:
         self._list_own(call, x, x_sf, topk_idx, topk_weights)
         return call, self._send_rows(call, has_ids=True)
 
-    def again(self, call: RelayedCall, x: torch.Tensor, topk_weights: torch.Tensor | None) -> Wait:
-        """Other rows the ways of an earlier dispatch. x: bfloat16."""
-        self._list_values(x, None)
+    def again(
+        self,
+        call: RelayedCall,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        x_sf: torch.Tensor | None,
+    ) -> Wait:
+        """Other rows the ways of an earlier dispatch."""
+        self._list_values(x, x_sf)
         self._list_weights(call, topk_weights)
         return self._send_rows(call, has_ids=False)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # Formats in which a caller may bring quantized tokens. Their scales travel as they are given.
-_GIVEN_FORMATS = tuple(
+GIVEN_FORMATS = tuple(
     known.name
     for known in map(token_format_of, ALL_TO_ALL_FORMATS)
     if known.has_scales and not known.packs_scales
@@ -308,7 +308,7 @@ class AllToAll(SplitLayer):
         Args:
             path: of the file to write.
         """
-        self._dump_trace("dispatch", path)
+        self.dump_trace("dispatch", path, self.rank)
 
     def dump_combine_trace(self, path: str | Path) -> None:
         """The same of combines: copy_and_put, if there is something to copy, recv_wait,
@@ -317,10 +317,11 @@ class AllToAll(SplitLayer):
         Args:
             path: of the file to write.
         """
-        self._dump_trace("combine", path)
+        self.dump_trace("combine", path, self.rank)
 
-    def _dump_trace(self, step: TracedStep, path: str | Path) -> None:
-        self._traced().write(step, path, self.rank, is_emulated=self._buffer.is_emulated)
+    def dump_trace(self, step: TracedStep, path: str | Path, rank: int) -> None:
+        """rank: what the trace calls this one."""
+        self._traced().write(step, path, rank, is_emulated=self._buffer.is_emulated)
 
     def _traced(self) -> Profile:
         if self._profile is None:
@@ -582,10 +583,10 @@ class AllToAll(SplitLayer):
                 raise ValueError("x_sf must be None for an x of bfloat16; got a tensor")
             return
         dtype = config.tokens.scale_torch_dtype
-        if config.token_format not in _GIVEN_FORMATS or dtype is None:
+        if config.token_format not in GIVEN_FORMATS or dtype is None:
             raise ValueError(
                 f"x must be bfloat16 for token_format {config.token_format!r}; got float8_e4m3fn, "
-                f"which is for {', '.join(_GIVEN_FORMATS)}"
+                f"which is for {', '.join(GIVEN_FORMATS)}"
             )
         require_type("x_sf", x_sf, torch.Tensor, "a tensor for an x of float8_e4m3fn")
         assert x_sf is not None

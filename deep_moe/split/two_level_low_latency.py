@@ -15,15 +15,11 @@ import torch
 
 from deep_moe.fused.buffer import device_for
 from deep_moe.fused.checks import (
-    TOPK_IDX_DTYPES,
     check_contiguous,
-    check_ids,
     check_tensor,
     refuse_gradients,
     require_type,
 )
-from deep_moe.fused.gpu import gpu_of
-from deep_moe.fused.run_settings import timeout_of
 from deep_moe.heuristics.domain_relay import RelayShape
 from deep_moe.heuristics.low_latency import MAX_RELAYED_TOKENS
 from deep_moe.heuristics.shape import require_int
@@ -36,9 +32,10 @@ from .domain_groups import (
     check_backend,
     require_equal_everywhere,
 )
-from .domain_relay import DomainRelay, RelayedCall
+from .domain_relay import RelayedCall
 from .handle import Dispatched, DispatchHandle
 from .low_latency import LowLatencyAllToAll
+from .two_level_layer import TwoLevelLayer, check_listed, sms_beside_transport
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,29 +49,7 @@ class TwoLevelDispatchHandle(DispatchHandle):
     relayed: RelayedCall
 
 
-def sms_beside_transport(
-    device: torch.device, num_sms: int | None, num_transport_sms: int, num_domains: int
-) -> int | None:
-    """CTAs of the kernels: with several domains, on a GPU, the SMs that the transport leaves."""
-    require_int("num_transport_sms", num_transport_sms, "at least 0")
-    if num_transport_sms < 0:
-        raise ValueError(f"num_transport_sms must be at least 0; got {num_transport_sms}")
-    if device.type == "cpu" or num_domains == 1:
-        return num_sms
-    gpu = gpu_of(device)
-    assert gpu is not None, "a device that is no CPU"
-    most = gpu.num_sms - num_transport_sms
-    num_sms = most if num_sms is None else num_sms
-    if not 0 < num_sms <= most:
-        raise ValueError(
-            f"num_sms must be at most {most}: of the {gpu.num_sms} SMs of {gpu.name}, "
-            f"num_transport_sms ({num_transport_sms}) are the transport's while kernels run; "
-            f"got {num_sms}"
-        )
-    return num_sms
-
-
-class TwoLevelLowLatencyAllToAll:
+class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
     """`LowLatencyAllToAll` whose ranks are in several NVLink domains: the same calls with the same
     results, over the ranks of all domains.
 
@@ -119,6 +94,9 @@ class TwoLevelLowLatencyAllToAll:
         nbytes: what this rank gives to the layer.
     """
 
+    _most_tokens = "num_max_tokens_per_rank"
+    _inside: LowLatencyAllToAll
+
     def __init__(
         self,
         domain_group: ProcessGroup | None,
@@ -156,14 +134,14 @@ class TwoLevelLowLatencyAllToAll:
         }
         others = {"zero_copy": zero_copy, "placement": placement, "device": device.type}
         require_equal_everywhere({**sizes, **others}, groups)
-        self.shape = RelayShape(place.num_domains, place.num_ranks, **sizes, is_numbered=True)
-        _check_listed(self.shape)
+        shape = RelayShape(place.num_domains, place.num_ranks, **sizes, is_numbered=True)
+        check_listed(shape, self._most_tokens, MAX_RELAYED_TOKENS)
         num_sms = sms_beside_transport(device, num_sms, num_transport_sms, place.num_domains)
         self._inside = LowLatencyAllToAll(
             domain_group,
-            self.shape.num_listed_tokens,
+            shape.num_listed_tokens,
             hidden,
-            self.shape.num_experts_per_domain,
+            shape.num_experts_per_domain,
             num_topk,
             token_format=token_format,
             zero_copy=zero_copy,
@@ -178,34 +156,10 @@ class TwoLevelLowLatencyAllToAll:
             schedule_seed=schedule_seed,
             enable_profiling=enable_profiling,
         )
-        timeout_s = timeout_of(timeout_s, is_emulated=device.type == "cpu")
-        self._relay = DomainRelay(
-            self.shape, place, groups, device, timeout_s, self._inside.settings.arch
-        )
-        self._place = place
-        self.device = device
-        self.rank = place.domain * place.num_ranks + place.rank
+        self._connect(shape, place, groups, self._inside, timeout_s)
         # What receives, by the number of the dispatch.
         self._pending: dict[int, Callable[[], None]] = {}
         self._masked: set[int] = set()
-
-    def __repr__(self) -> str:
-        shape, place = self.shape, self._place
-        return (
-            f"TwoLevelLowLatencyAllToAll(rank {place.rank} of {place.num_ranks} in domain "
-            f"{place.domain} of {place.num_domains} on {self.device}, {shape.num_experts} experts, "
-            f"top-{shape.num_topk}, hidden {shape.hidden}, {shape.token_format}, up to "
-            f"{shape.num_max_tokens_per_rank} own tokens, {self.nbytes / 2**20:.1f} MiB)"
-        )
-
-    @property
-    def nbytes(self) -> int:
-        return self._inside.nbytes + self._relay.nbytes
-
-    @property
-    def domain(self) -> int:
-        """Which domain this rank is in."""
-        return self._place.domain
 
     def dispatch(
         self,
@@ -233,8 +187,14 @@ class TwoLevelLowLatencyAllToAll:
         `layout_range` says where each rank's rows begin.
         """
         self._relay.transport.raise_if_failed()
-        self._check_tokens(x, topk_idx)
+        self._check_tokens(x)
+        self._check_routing(topk_idx, x.shape[0])
+        statistics = {"expert_totals": expert_totals, "wait_cycles": wait_cycles}
         waited = self._cycles_inside(wait_cycles)
+        if expert_totals is not None:
+            size = (self._inside.shape.num_experts_per_rank,)
+            check_tensor("expert_totals", expert_totals, torch.int32, size, self.device)
+        refuse_shared_memory(statistics, {"x": x, "topk_idx": topk_idx})
         if torch.is_grad_enabled():
             refuse_gradients(x=x)
         self._refuse_early("dispatch must follow receive(handle) of the dispatch before it", 1)
@@ -309,11 +269,17 @@ class TwoLevelLowLatencyAllToAll:
         self._relay.transport.raise_if_failed()
         own = self._own_handle(handle)
         self._refuse_pending(own, "combine")
-        self._check_routing(topk_idx, topk_weights, own.num_tokens)
+        inside = self._inside.shape
+        rows = (inside.num_experts_per_rank, inside.num_rows_per_expert, self.shape.hidden)
+        check_tensor("y", y, torch.bfloat16, rows, self.device)
+        self._check_routing(topk_idx, own.num_tokens)
+        self._check_weights(topk_weights, own.num_tokens)
         if torch.is_grad_enabled():
-            refuse_gradients(y=y, topk_weights=topk_weights)
-        out = self._out(out, own.num_tokens, {"y": y, "topk_weights": topk_weights})
+            refuse_gradients(y=y)
+        given = {"y": y, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        out = self._out(out, own.num_tokens, given)
         waited = self._cycles_inside(wait_cycles)
+        refuse_shared_memory({"wait_cycles": wait_cycles}, {**given, "out": out})
         relay, relayed = self._relay, own.relayed
         with torch.no_grad():
             launch, _ = self._inside.prepare_combine(
@@ -419,16 +385,6 @@ class TwoLevelLowLatencyAllToAll:
         """The ranks that `mask_ranks` left out."""
         return sorted(self._masked)
 
-    def check(self) -> None:
-        """Wait for all calls on the current stream, and raise what they found: ForeignTokensError,
-        LostDomainError, what a kernel reported."""
-        self._relay.transport.raise_if_failed()
-        with self._relay.transport.naming_the_domain():
-            try:
-                self._relay.check()
-            finally:
-                self._inside.check()
-
     def reset(self, groups: DomainGroups | None = None) -> None:
         """Make the layer usable again after a failed call. Every rank of all domains must call
         this; it returns when all have. Handles become invalid, and all ranks take part again.
@@ -445,10 +401,6 @@ class TwoLevelLowLatencyAllToAll:
         self._relay.rejoin(groups)
         self._pending.clear()
         self._masked = set()
-
-    def close(self) -> None:
-        """Give the memory back. The layer cannot be used after this."""
-        self._inside.close()
 
     # A call's steps.
 
@@ -502,48 +454,6 @@ class TwoLevelLowLatencyAllToAll:
         if number in self._pending:
             raise ValueError(f"{rule}; call {number} has only been sent")
 
-    def _check_tokens(self, x: torch.Tensor, topk_idx: torch.Tensor) -> None:
-        require_type("x", x, torch.Tensor, "a tensor")
-        if x.ndim != 2:
-            raise ValueError(
-                f"x must be 2-dimensional [tokens, hidden]; got shape {tuple(x.shape)}"
-            )
-        num_tokens = x.shape[0]
-        check_tensor("x", x, torch.bfloat16, (num_tokens, self.shape.hidden), self.device)
-        check_contiguous("x", x)
-        if num_tokens > self.shape.num_max_tokens_per_rank:
-            raise ValueError(
-                "x must have at most num_max_tokens_per_rank "
-                f"({self.shape.num_max_tokens_per_rank}) tokens; got {num_tokens}"
-            )
-        self._check_routing(topk_idx, None, num_tokens)
-
-    def _check_routing(
-        self, topk_idx: torch.Tensor, topk_weights: torch.Tensor | None, num_tokens: int
-    ) -> None:
-        require_type("topk_idx", topk_idx, torch.Tensor, "a tensor")
-        slots = (num_tokens, self.shape.num_topk)
-        check_tensor("topk_idx", topk_idx, TOPK_IDX_DTYPES, slots, self.device)
-        check_contiguous("topk_idx", topk_idx)
-        if self._inside.settings.checked:
-            check_ids(topk_idx, self.shape.num_experts)
-        if topk_weights is not None:
-            require_type("topk_weights", topk_weights, torch.Tensor, "a tensor")
-            check_tensor("topk_weights", topk_weights, torch.float32, slots, self.device)
-            check_contiguous("topk_weights", topk_weights)
-
-    def _out(
-        self, out: torch.Tensor | None, num_tokens: int, read: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        size = (num_tokens, self.shape.hidden)
-        if out is None:
-            return torch.empty(size, dtype=torch.bfloat16, device=self.device)
-        require_type("out", out, torch.Tensor, "a tensor or None")
-        check_tensor("out", out, torch.bfloat16, size, self.device)
-        check_contiguous("out", out)
-        refuse_shared_memory({"out": out}, read)
-        return out
-
     def _cycles_inside(self, wait_cycles: torch.Tensor | None) -> torch.Tensor | None:
         """The part that is of the ranks of this domain."""
         if wait_cycles is None:
@@ -554,13 +464,3 @@ class TwoLevelLowLatencyAllToAll:
         check_contiguous("wait_cycles", wait_cycles)
         first = self._place.domain * self._place.num_ranks
         return wait_cycles[first : first + self._place.num_ranks]
-
-
-def _check_listed(shape: RelayShape) -> None:
-    if shape.num_listed_tokens > MAX_RELAYED_TOKENS:
-        most = max(0, MAX_RELAYED_TOKENS - shape.num_max_tokens_per_rank)
-        raise ValueError(
-            f"num_max_foreign_tokens must be at most {most}, since own and foreign tokens of a "
-            f"call are {MAX_RELAYED_TOKENS} at most; got {shape.num_max_foreign_tokens}, with "
-            f"{shape.num_chunk_foreign} foreign tokens of {shape.num_domains} domains"
-        )

@@ -222,6 +222,23 @@ def two_level_combine() -> Call:
     return layer.combine, {**given, "out": bf16(T, H), **options, "wait_cycles": wait_cycles}
 
 
+def two_level_all_to_all() -> deep_moe.TwoLevelAllToAll:
+    options: Arguments = {"num_sms": 2, "expert_alignment": 8, "device": "cpu"}
+    return deep_moe.TwoLevelAllToAll(None, None, T, H, E, K, 64, **options)
+
+
+def two_level_all_to_all_dispatch() -> Call:
+    return two_level_all_to_all().dispatch, {"x": bf16(T, H), **routing()}
+
+
+def two_level_all_to_all_combine() -> Call:
+    layer = two_level_all_to_all()
+    _, handle = layer.dispatch(bf16(T, H), routing()["topk_idx"])
+    weights = routing()["topk_weights"]
+    given = {"y": bf16(64, H), "handle": handle, "topk_weights": weights}
+    return layer.combine, {**given, "out": bf16(T, H)}
+
+
 def moe_call() -> Call:
     weights = {"w1": bf16(E, H, I), "w3": bf16(E, H, I), "w2": bf16(E, I, H)}
     biases = {"b1": torch.zeros(E, I), "b3": torch.zeros(E, I), "b2": torch.zeros(E, H)}
@@ -358,6 +375,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "ThroughputMoE()": throughput_call,
     "ThroughputMoE.dispatch": throughput_dispatch,
     "TwoLevelMoE.call": two_level_call,
+    "TwoLevelAllToAll.dispatch": two_level_all_to_all_dispatch,
+    "TwoLevelAllToAll.combine": two_level_all_to_all_combine,
     "TwoLevelLowLatencyAllToAll.dispatch": two_level_dispatch,
     "TwoLevelLowLatencyAllToAll.combine": two_level_combine,
     "moe": moe_call,
@@ -478,6 +497,18 @@ CALLS: dict[str, Callable[[], Call]] = {
         num_transport_sms=2,
         timeout_s=60.0,
         device="cpu",
+    ),
+    "TwoLevelAllToAll": constructor(
+        deep_moe.TwoLevelAllToAll,
+        *(None, None, T, H, E, K, 64),
+        expert_alignment=8,
+        token_format="bf16",
+        num_max_foreign_tokens=None,
+        num_transport_sms=2,
+        device="cpu",
+        arch="sm_90a",
+        **LAYER_OPTIONS,
+        enable_profiling=False,
     ),
     "TwoLevelLowLatencyAllToAll": constructor(
         deep_moe.TwoLevelLowLatencyAllToAll,

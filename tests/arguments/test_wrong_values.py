@@ -38,7 +38,11 @@ LEFT_OUT = ("arch", "token_format", "num_groups", "w3")
 
 TAKEN = "taken"
 # After a call that has taken its arguments, but did not run, these refuse whatever comes.
-BEGIN_SOMETHING = ("LowLatencyAllToAll.dispatch", "LowLatencyAllToAll.combine")
+BEGIN_SOMETHING = tuple(
+    f"{kind}LowLatencyAllToAll.{step}"
+    for kind in ("", "TwoLevel")
+    for step in ("dispatch", "combine")
+)
 
 
 class Taken(BaseException):

@@ -370,13 +370,13 @@ def test_traces(run_ranks, tmp_path: Path) -> None:
 )
 def test_what_it_is_made_with(changes: dict[str, Any], text: str) -> None:
     from deep_moe.heuristics.domain_relay import RelayShape
-    from deep_moe.split.two_level_low_latency import _check_listed, sms_beside_transport
+    from deep_moe.split.two_level_layer import check_listed, sms_beside_transport
 
     sizes = {**SIZES, "token_format": "fp8_128", **changes}
     num_sms = sizes.pop("num_transport_sms", 32)
 
     def make_one() -> None:
-        _check_listed(RelayShape(2, 2, **sizes))
+        check_listed(RelayShape(2, 2, **sizes), "num_max_tokens_per_rank", 4096)
         sms_beside_transport(torch.device("cpu"), None, num_sms, 2)
 
     with pytest.raises(ValueError, match=text):

@@ -1,0 +1,170 @@
+"""What the all-to-alls over several NVLink domains have in common: the layer inside the domain,
+what travels between domains, and checks before anything does."""
+
+from __future__ import annotations
+
+import torch
+
+from deep_moe.fused.checks import (
+    TOPK_IDX_DTYPES,
+    check_contiguous,
+    check_ids,
+    check_tensor,
+    refuse_gradients,
+    require_type,
+)
+from deep_moe.fused.gpu import gpu_of
+from deep_moe.fused.run_settings import timeout_of
+from deep_moe.heuristics.domain_relay import RelayShape
+from deep_moe.heuristics.shape import require_int
+from deep_moe.tensor_memory import refuse_shared_memory
+
+from .domain_groups import DomainGroups, DomainPlace
+from .domain_relay import DomainRelay
+from .split_layer import SplitLayer
+
+
+def sms_beside_transport(
+    device: torch.device, num_sms: int | None, num_transport_sms: int, num_domains: int
+) -> int | None:
+    """CTAs of the kernels: with several domains, on a GPU, the SMs that the transport leaves."""
+    require_int("num_transport_sms", num_transport_sms, "at least 0")
+    if num_transport_sms < 0:
+        raise ValueError(f"num_transport_sms must be at least 0; got {num_transport_sms}")
+    if device.type == "cpu" or num_domains == 1:
+        return num_sms
+    gpu = gpu_of(device)
+    assert gpu is not None, "a device that is no CPU"
+    most = gpu.num_sms - num_transport_sms
+    num_sms = most if num_sms is None else num_sms
+    if not 0 < num_sms <= most:
+        raise ValueError(
+            f"num_sms must be at most {most}: of the {gpu.num_sms} SMs of {gpu.name}, "
+            f"num_transport_sms ({num_transport_sms}) are the transport's while kernels run; "
+            f"got {num_sms}"
+        )
+    return num_sms
+
+
+def check_listed(shape: RelayShape, name: str, limit: int) -> None:
+    """ValueError if own and foreign tokens of a call are more. name: the argument that says how
+    many own ones there are."""
+    own = shape.num_max_tokens_per_rank
+    if own > limit:
+        raise ValueError(f"{name} must be at most {limit}; got {own}")
+    if shape.num_listed_tokens > limit:
+        raise ValueError(
+            f"num_max_foreign_tokens must be at most {limit - own}, since own and foreign tokens "
+            f"of a call are {limit} at most; got {shape.num_max_foreign_tokens}, with "
+            f"{shape.num_chunk_foreign} foreign tokens of {shape.num_domains} domains"
+        )
+
+
+class TwoLevelLayer:
+    """One rank's. _most_tokens: the argument that bounds them."""
+
+    shape: RelayShape
+    device: torch.device
+    rank: int
+    _most_tokens: str
+    _inside: SplitLayer
+    _relay: DomainRelay
+    _place: DomainPlace
+
+    def _connect(
+        self,
+        shape: RelayShape,
+        place: DomainPlace,
+        groups: DomainGroups,
+        inside: SplitLayer,
+        timeout_s: float | None,
+    ) -> None:
+        self.shape = shape
+        self.device = inside.device
+        self.rank = place.domain * place.num_ranks + place.rank
+        self._place = place
+        self._relay = DomainRelay(
+            shape,
+            place,
+            groups,
+            inside.device,
+            timeout_of(timeout_s, is_emulated=inside.device.type == "cpu"),
+            inside.settings.arch,
+        )
+
+    def __repr__(self) -> str:
+        shape, place = self.shape, self._place
+        return (
+            f"{type(self).__name__}(rank {place.rank} of {place.num_ranks} in domain "
+            f"{place.domain} of {place.num_domains} on {self.device}, {shape.num_experts} experts, "
+            f"top-{shape.num_topk}, hidden {shape.hidden}, {shape.token_format}, up to "
+            f"{shape.num_max_tokens_per_rank} own tokens, {self.nbytes / 2**20:.1f} MiB)"
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._inside.nbytes + self._relay.nbytes
+
+    @property
+    def domain(self) -> int:
+        """Which domain this rank is in."""
+        return self._place.domain
+
+    def check(self) -> None:
+        """Wait for all calls on the current stream, and raise what they found: ForeignTokensError,
+        LostDomainError, what a kernel reported."""
+        self._relay.transport.raise_if_failed()
+        with self._relay.transport.naming_the_domain():
+            try:
+                self._relay.check()
+            finally:
+                self._inside.check()
+
+    def close(self) -> None:
+        """Give the memory back. The layer cannot be used after this."""
+        self._inside.close()
+
+    # Checks.
+
+    def _check_tokens(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+        require_type("x", x, torch.Tensor, "a tensor")
+        if x.ndim != 2:
+            raise ValueError(
+                f"x must be 2-dimensional [tokens, hidden]; got shape {tuple(x.shape)}"
+            )
+        num_tokens = x.shape[0]
+        check_tensor("x", x, dtype, (num_tokens, self.shape.hidden), self.device)
+        check_contiguous("x", x)
+        if num_tokens > self.shape.num_max_tokens_per_rank:
+            raise ValueError(
+                f"x must have at most {self._most_tokens} ({self.shape.num_max_tokens_per_rank}) "
+                f"tokens; got {num_tokens}"
+            )
+
+    def _check_weights(self, topk_weights: torch.Tensor, num_tokens: int) -> None:
+        require_type("topk_weights", topk_weights, torch.Tensor, "a tensor")
+        slots = (num_tokens, self.shape.num_topk)
+        check_tensor("topk_weights", topk_weights, torch.float32, slots, self.device)
+        check_contiguous("topk_weights", topk_weights)
+        if torch.is_grad_enabled():
+            refuse_gradients(topk_weights=topk_weights)
+
+    def _check_routing(self, topk_idx: torch.Tensor, num_tokens: int) -> None:
+        require_type("topk_idx", topk_idx, torch.Tensor, "a tensor")
+        slots = (num_tokens, self.shape.num_topk)
+        check_tensor("topk_idx", topk_idx, TOPK_IDX_DTYPES, slots, self.device)
+        check_contiguous("topk_idx", topk_idx)
+        if self._inside.settings.checked:
+            check_ids(topk_idx, self.shape.num_experts)
+
+    def _out(
+        self, out: torch.Tensor | None, num_tokens: int, read: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        size = (num_tokens, self.shape.hidden)
+        if out is None:
+            return torch.empty(size, dtype=torch.bfloat16, device=self.device)
+        require_type("out", out, torch.Tensor, "a tensor or None")
+        check_tensor("out", out, torch.bfloat16, size, self.device)
+        check_contiguous("out", out)
+        refuse_shared_memory({"out": out}, read)
+        return out

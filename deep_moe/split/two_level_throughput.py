@@ -1,0 +1,317 @@
+"""`TwoLevelAllToAll`: the all-to-all for many tokens over several NVLink domains.
+
+Between domains `torch.distributed` moves rows; inside each of them the kernels of `AllToAll` do the
+rest. docs/two-level.md says how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deep_moe.fused.buffer import device_for
+from deep_moe.fused.checks import check_tensor, named_as, refuse_gradients, require_type
+from deep_moe.heuristics.domain_relay import RelayShape
+from deep_moe.heuristics.throughput import MAX_TOKENS_PER_RANK
+
+from .domain_groups import (
+    NUM_TRANSPORT_SMS,
+    DomainGroups,
+    DomainPlace,
+    check_backend,
+    require_equal_everywhere,
+)
+from .domain_relay import RelayedCall
+from .throughput import GIVEN_FORMATS, AllToAll, AllToAllHandle, Received
+from .two_level_layer import TwoLevelLayer, check_listed, sms_beside_transport
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_FORMATS = (*GIVEN_FORMATS, "bf16")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TwoLevelHandle(AllToAllHandle):
+    """inside: of the all-to-all of the domain, whose places are those of this one, too."""
+
+    inside: AllToAllHandle
+    relayed: RelayedCall
+
+
+class TwoLevelAllToAll(TwoLevelLayer):
+    """`AllToAll` whose ranks are in several NVLink domains: the same calls with the same results,
+    over the ranks of all domains.
+
+    Args:
+        domain_group: as of `TwoLevelMoE`.
+        cross_group: as of `TwoLevelMoE`.
+        max_tokens_per_rank: most own tokens of one call.
+        hidden: as of `AllToAll`.
+        num_experts: of all domains together: domain d owns the d-th part, and its rank r the r-th
+            part of that. Each domain has at least num_topk.
+        num_topk: as of `AllToAll`.
+        max_recv_rows: as of `AllToAll`; more are an error on the ranks of that domain.
+        expert_alignment: as of `AllToAll`.
+        token_format: as of `AllToAll`, but for "fp8_128_ue8m0"; so tokens travel between domains,
+            too.
+        num_max_foreign_tokens: as of `TwoLevelLowLatencyAllToAll`. Own and foreign tokens together
+            are at most 32,768.
+        num_transport_sms: as of `TwoLevelLowLatencyAllToAll`.
+        device: as of `AllToAll`.
+        num_sms: as of `TwoLevelLowLatencyAllToAll`.
+        timeout_s: as of `TwoLevelLowLatencyAllToAll`.
+        arch: as of `AllToAll`.
+        checked: as of `AllToAll`.
+        schedule_seed: as of `AllToAll`.
+        enable_profiling: as of `AllToAll`.
+
+    Ranks, sizes between domains and roundings are those of `TwoLevelLowLatencyAllToAll`.
+
+    Attributes:
+        rank: of this process among the ranks of all domains.
+        nbytes: what this rank gives to the layer.
+    """
+
+    _most_tokens = "max_tokens_per_rank"
+    _inside: AllToAll
+
+    def __init__(
+        self,
+        domain_group: ProcessGroup | None,
+        cross_group: ProcessGroup | None,
+        max_tokens_per_rank: int,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        max_recv_rows: int,
+        *,
+        expert_alignment: int = 128,
+        token_format: str = "bf16",
+        num_max_foreign_tokens: int | None = None,
+        num_transport_sms: int = NUM_TRANSPORT_SMS,
+        device: torch.device | str | int | None = None,
+        num_sms: int | None = None,
+        timeout_s: float | None = None,
+        arch: str | None = None,
+        checked: bool | None = None,
+        schedule_seed: int = 0,
+        enable_profiling: bool = False,
+    ) -> None:
+        require_type("token_format", token_format, str, f"one of {', '.join(_FORMATS)}")
+        if token_format not in _FORMATS:
+            raise ValueError(
+                f"token_format must be one of {', '.join(_FORMATS)}; got {token_format!r}"
+            )
+        groups = DomainGroups(domain_group, cross_group)
+        place = DomainPlace.of(groups)
+        device = device_for(cross_group if domain_group is None else domain_group, device)
+        check_backend(cross_group, device)
+        sizes: dict[str, Any] = {
+            "num_experts": num_experts,
+            "num_topk": num_topk,
+            "hidden": hidden,
+            "num_max_tokens_per_rank": max_tokens_per_rank,
+            "num_max_foreign_tokens": num_max_foreign_tokens,
+            "token_format": token_format,
+        }
+        with named_as({"num_max_tokens_per_rank": "max_tokens_per_rank"}):
+            require_equal_everywhere({**sizes, "device": device.type}, groups)
+            shape = RelayShape(place.num_domains, place.num_ranks, **sizes)
+        check_listed(shape, self._most_tokens, MAX_TOKENS_PER_RANK)
+        self._inside = AllToAll(
+            domain_group,
+            shape.num_listed_tokens,
+            hidden,
+            shape.num_experts_per_domain,
+            num_topk,
+            max_recv_rows,
+            expert_alignment=expert_alignment,
+            token_format=token_format,
+            device=device,
+            num_sms=sms_beside_transport(device, num_sms, num_transport_sms, place.num_domains),
+            timeout_s=timeout_s,
+            arch=arch,
+            checked=checked,
+            schedule_seed=schedule_seed,
+            enable_profiling=enable_profiling,
+        )
+        self._connect(shape, place, groups, self._inside, timeout_s)
+
+    @property
+    def token_format(self) -> str:
+        """How they travel."""
+        return self.shape.token_format
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        x_sf: torch.Tensor | None = None,
+        handle: AllToAllHandle | None = None,
+    ) -> tuple[Received, AllToAllHandle]:
+        """Send every token to the ranks of its experts, and receive those of the local ones.
+
+        Args:
+            x: as of `AllToAll.dispatch`.
+            topk_idx: as of `AllToAll.dispatch`.
+            topk_weights: as of `AllToAll.dispatch`.
+            x_sf: as of `AllToAll.dispatch`.
+            handle: as of `AllToAll.dispatch`.
+
+        What is returned is as of `AllToAll.dispatch`. An expert's rows lie by their source rank's
+        number in its domain, of those with the same the ones of this domain first, then by token
+        and slot.
+        """
+        self._relay.transport.raise_if_failed()
+        if (topk_idx is None) == (handle is None):
+            raise ValueError(
+                "dispatch must have either topk_idx or the handle of an earlier dispatch; got "
+                + ("neither" if handle is None else "both")
+            )
+        self._check_rows(x, x_sf)
+        num_tokens = x.shape[0]
+        if topk_weights is not None:
+            self._check_weights(topk_weights, num_tokens)
+        if torch.is_grad_enabled():
+            refuse_gradients(x=x)
+        relay = self._relay
+        own = None if handle is None else self._own_handle(handle)
+        with torch.no_grad():
+            if own is None:
+                assert topk_idx is not None
+                self._check_routing(topk_idx, num_tokens)
+                relayed, arrive = relay.begin(x, topk_idx, topk_weights, x_sf)
+            else:
+                if num_tokens != own.num_tokens:
+                    raise ValueError(
+                        "x must have as many tokens as the handle's dispatch "
+                        f"({own.num_tokens}); got {num_tokens}"
+                    )
+                relayed = own.relayed
+                arrive = relay.again(relayed, x, topk_weights, x_sf)
+            arrive()
+            with relay.transport.naming_the_domain():
+                received, inside = self._inside.dispatch(
+                    relay.x,
+                    relayed.topk_idx if own is None else None,
+                    topk_weights=None if topk_weights is None else relay.weights_of(relayed),
+                    x_sf=relay.x_sf if relay.x_sf.numel() else None,
+                    handle=None if own is None else own.inside,
+                )
+        if own is not None:
+            return received, own
+        places = replace(inside, layer=self, num_tokens=num_tokens)
+        return received, TwoLevelHandle(**vars(places), inside=inside, relayed=relayed)
+
+    def combine(
+        self,
+        y: torch.Tensor,
+        handle: AllToAllHandle,
+        *,
+        topk_weights: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
+
+        Args:
+            y: as of `AllToAll.combine`.
+            handle: what the dispatch returned.
+            topk_weights: as of `AllToAll.combine`.
+            out: as of `AllToAll.combine`.
+        """
+        self._relay.transport.raise_if_failed()
+        own = self._own_handle(handle)
+        rows = (self._inside.shape.max_recv_rows, self.shape.hidden)
+        check_tensor("y", y, torch.bfloat16, rows, self.device)
+        if topk_weights is not None:
+            self._check_weights(topk_weights, own.num_tokens)
+        if torch.is_grad_enabled():
+            refuse_gradients(y=y)
+        read = {"y": y} if topk_weights is None else {"y": y, "topk_weights": topk_weights}
+        out = self._out(out, own.num_tokens, read)
+        relay, relayed = self._relay, own.relayed
+        with torch.no_grad():
+            weights = None
+            if topk_weights is not None:
+                relay.send_weights(relayed, topk_weights)()
+                weights = relay.weights_of(relayed)
+            with relay.transport.naming_the_domain():
+                self._inside.combine(
+                    y, own.inside, topk_weights=weights, out=relay.sums_of(relayed)
+                )
+            relay.send_back(relayed)()
+            return relay.add(relayed, out)
+
+    def return_scalars(self, values: torch.Tensor, handle: AllToAllHandle) -> torch.Tensor:
+        """Bring a number of each row back to its slot: float32 [tokens, topk], 0 for slots that are
+        not used.
+
+        Args:
+            values: as of `AllToAll.return_scalars`.
+            handle: what the dispatch returned.
+        """
+        self._relay.transport.raise_if_failed()
+        own = self._own_handle(handle)
+        with torch.no_grad():
+            with self._relay.transport.naming_the_domain():
+                listed = self._inside.return_scalars(values, own.inside)
+            return self._relay.add_numbers(own.relayed, listed)
+
+    def get_combine_buffer(self) -> torch.Tensor:
+        """As of `AllToAll`."""
+        return self._inside.get_combine_buffer()
+
+    def dump_dispatch_trace(self, path: str | Path) -> None:
+        """As of `AllToAll`: the phases of the kernels, inside this domain.
+
+        Args:
+            path: of the file to write.
+        """
+        self._inside.dump_trace("dispatch", path, self.rank)
+
+    def dump_combine_trace(self, path: str | Path) -> None:
+        """The same of the newest combines.
+
+        Args:
+            path: of the file to write.
+        """
+        self._inside.dump_trace("combine", path, self.rank)
+
+    def reset(self) -> None:
+        """Make the layer usable again after a failed call inside a domain. Every rank of all
+        domains must call this; it returns when all have. Handles become invalid. A layer that has
+        lost a domain has to be made anew."""
+        self._inside.reset()
+        self._relay.rejoin(None)
+
+    def _own_handle(self, handle: Any) -> TwoLevelHandle:
+        require_type("handle", handle, TwoLevelHandle, "what a dispatch returned")
+        if handle.layer is not self:
+            raise ValueError(
+                f"handle must be of a dispatch of this layer, {self!r}; got one of {handle.layer!r}"
+            )
+        assert isinstance(handle, TwoLevelHandle)
+        return handle
+
+    def _check_rows(self, x: torch.Tensor, x_sf: torch.Tensor | None) -> None:
+        require_type("x", x, torch.Tensor, "a tensor")
+        if x.dtype != torch.float8_e4m3fn:
+            if x_sf is not None:
+                raise ValueError("x_sf must be None for an x of bfloat16; got a tensor")
+            self._check_tokens(x)
+            return
+        dtype = self.shape.tokens.scale_torch_dtype
+        if dtype is None:
+            raise ValueError(
+                f"x must be bfloat16 for token_format {self.token_format!r}; got float8_e4m3fn"
+            )
+        self._check_tokens(x, torch.float8_e4m3fn)
+        require_type("x_sf", x_sf, torch.Tensor, "a tensor for an x of float8_e4m3fn")
+        assert x_sf is not None
+        check_tensor("x_sf", x_sf, dtype, (x.shape[0], self.shape.num_scale_words), self.device)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .fused.emulated_ranks import EmulatedRanks
     from .fused.input_preparation import prepare_inputs
     from .fused.mega_moe import fp8_fp4_mega_moe, mega_moe
+    from .split.all_to_all_layer import EPAll2AllLayer, EPAllToAllLayoutDesc
     from .split.domain_groups import DomainGroups, make_domain_groups
     from .split.emulated_all_to_all import EmulatedAllToAll
     from .split.emulated_throughput import EmulatedThroughputAllToAll
@@ -83,6 +84,8 @@ _MODULES = {
     "DispatchMetaInfo": "split.layer",
     "Dispatched": "split.handle",
     "DomainGroups": "split.domain_groups",
+    "EPAll2AllLayer": "split.all_to_all_layer",
+    "EPAllToAllLayoutDesc": "split.all_to_all_layer",
     "EPLowLatencyAllToAllLayer": "split.layer",
     "EmulatedAllToAll": "split.emulated_all_to_all",
     "EmulatedRanks": "fused.emulated_ranks",
@@ -144,6 +147,8 @@ __all__ = [
     "DispatchMetaInfo",
     "Dispatched",
     "DomainGroups",
+    "EPAll2AllLayer",
+    "EPAllToAllLayoutDesc",
     "EPLowLatencyAllToAllLayer",
     "EmulatedAllToAll",
     "EmulatedRanks",

@@ -15,7 +15,7 @@ from typing import ClassVar
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.tokens import ALL_TO_ALL_FORMATS, TokenFormat, token_format
 
-from .low_latency import NUM_HALVES
+from .low_latency import NUM_HALVES, check_row_format, grouped_format, travelling_words
 from .shape import MAX_TOPK, require_int
 from .two_level import MAX_DOMAINS, ExchangeSizes, RowFormat
 
@@ -28,7 +28,8 @@ class RelayShape(ExchangeSizes):
     multiple of num_domains * num_ranks. num_max_tokens_per_rank: most own tokens of a rank in one
     call. num_max_foreign_tokens: most tokens that a rank takes from all other domains together in
     one call; each domain has its share, rounded up. None: as many as they may send. token_format:
-    one of ALL_TO_ALL_FORMATS. is_numbered: tokens' numbers on their ranks travel along.
+    one of ALL_TO_ALL_FORMATS. is_numbered: tokens' numbers on their ranks travel along. group_size,
+    dtype: as of LowLatencyShape.
 
     >>> shape = RelayShape(4, 8, 256, 8, 7168, 128, token_format="fp8_128", is_numbered=True)
     >>> shape.num_pair_rows, shape.num_listed_tokens, shape.row.num_bytes
@@ -47,6 +48,8 @@ class RelayShape(ExchangeSizes):
     num_max_foreign_tokens: int | None = None
     token_format: str = field(kw_only=True)
     is_numbered: bool = field(default=False, kw_only=True)
+    group_size: int = field(default=K_BLOCK, kw_only=True)
+    dtype: str = field(default="bf16", kw_only=True)
 
     def __post_init__(self) -> None:
         token_format(self.token_format, ALL_TO_ALL_FORMATS)  # or an error
@@ -66,6 +69,7 @@ class RelayShape(ExchangeSizes):
         allowed = f"a positive multiple of {K_BLOCK}"
         if require_int("hidden", self.hidden, allowed) < 1 or self.hidden % K_BLOCK:
             raise ValueError(f"hidden must be {allowed}; got {self.hidden}")
+        check_row_format(self, self.token_format)
         num_owners = self.num_domains * self.num_ranks
         allowed = (
             f"a positive multiple of the {num_owners} ranks of all domains, and num_topk "
@@ -82,12 +86,12 @@ class RelayShape(ExchangeSizes):
 
     @property
     def tokens(self) -> TokenFormat:
-        return token_format(self.token_format)
+        return grouped_format(self.token_format, self.group_size)
 
     @property
     def num_scale_words(self) -> int:
         """Of a token on its way: packed only where the experts are."""
-        return self.hidden // K_BLOCK if self.tokens.has_scales else 0
+        return self.hidden // travelling_words(self.tokens) if self.tokens.has_scales else 0
 
     @property
     def num_listed_tokens(self) -> int:

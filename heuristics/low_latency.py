@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -25,6 +25,14 @@ MAX_THREADS = 512
 CONTROL_BYTES = 16  # of a message
 
 Step = Literal["dispatch", "combine"]
+GROUP_SIZES = (16, 32, 64, 128, 256, 512)  # that lanes of a warp share, 16 values each
+_GROUPED_FORMATS = tuple(
+    name
+    for name in ALL_TO_ALL_FORMATS
+    if token_format(name).values_per_word == K_BLOCK
+    and token_format(name).values_per_scale == K_BLOCK
+)
+ROW_DTYPES = ("bf16", "fp16")
 # Where a token goes: once to each rank of its experts, into staging [source rank][slot]; or to each
 # of its experts, into [local expert][source rank][slot].
 PLACEMENTS = ("ranks", "experts")
@@ -49,6 +57,40 @@ def check_split_sizes(shape: Any, limits: Mapping[str, tuple[int, int | None, in
         )
 
 
+def grouped_format(name: str, group_size: int) -> TokenFormat:
+    """The format of this name with its scales, where they are floats, for groups of this size."""
+    tokens = token_format(name)
+    if group_size == K_BLOCK or not tokens.has_scales:
+        return tokens
+    return replace(tokens, values_per_scale=group_size, values_per_word=group_size)
+
+
+def travelling_words(tokens: TokenFormat) -> int:
+    """Values whose scales are one word between ranks: those of packed scales travel apart."""
+    return K_BLOCK if tokens.packs_scales else tokens.values_per_word
+
+
+def check_row_format(shape: Any, name: str) -> None:
+    """Raise unless a shape's group_size goes with the format of this name and with its hidden, and
+    its dtype is one that rows have."""
+    sizes = ", ".join(map(str, GROUP_SIZES))
+    size = require_int("group_size", shape.group_size, f"one of {sizes}")
+    if size not in GROUP_SIZES:
+        raise ValueError(f"group_size must be one of {sizes}; got {size}")
+    if size != K_BLOCK and name not in _GROUPED_FORMATS:
+        raise ValueError(
+            f"group_size must be {K_BLOCK} but for token_format {' and '.join(_GROUPED_FORMATS)}; "
+            f"got {size} for {name!r}"
+        )
+    if shape.hidden % size:
+        raise ValueError(f"hidden must be a multiple of group_size ({size}); got {shape.hidden}")
+    allowed = f"one of {', '.join(ROW_DTYPES)}"
+    if not isinstance(shape.dtype, str):
+        raise TypeError(f"dtype must be {allowed}; got {shape.dtype!r}")
+    if shape.dtype not in ROW_DTYPES:
+        raise ValueError(f"dtype must be {allowed}; got {shape.dtype!r}")
+
+
 @dataclass(frozen=True)
 class LowLatencyShape:
     """Sizes of a low-latency all-to-all, equal on every rank.
@@ -58,7 +100,9 @@ class LowLatencyShape:
     tokens of one call, 1 to 1024, or to 4096 if they are relayed. token_format: one of
     ALL_TO_ALL_FORMATS. has_shared_rows: experts may write their rows into the buffer. any_format:
     there is room for each format, so that calls may have others. placement: one of PLACEMENTS.
-    relays_tokens: tokens come as they travel, each with a number that travels along.
+    relays_tokens: tokens come as they travel, each with a number that travels along. group_size:
+    values per scale, one of GROUP_SIZES and a divisor of hidden; other than 128 for "fp8_128" and
+    "fp8_128_pow2" only. dtype: of rows that are not quantized, one of ROW_DTYPES.
 
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> shape.num_experts_per_rank, shape.num_rows_per_expert, shape.row_bytes
@@ -75,6 +119,8 @@ class LowLatencyShape:
     any_format: bool = False
     placement: str = "ranks"
     relays_tokens: bool = False
+    group_size: int = K_BLOCK
+    dtype: str = "bf16"
 
     def __post_init__(self) -> None:
         most_tokens = MAX_RELAYED_TOKENS if self.relays_tokens else MAX_TOKENS_PER_RANK
@@ -90,6 +136,11 @@ class LowLatencyShape:
         if self.placement not in PLACEMENTS:
             raise ValueError(
                 f"placement must be one of {', '.join(PLACEMENTS)}; got {self.placement!r}"
+            )
+        check_row_format(self, self.token_format)
+        if self.group_size != K_BLOCK and self.any_format:
+            raise ValueError(
+                f"group_size must be {K_BLOCK} with any_format=True; got {self.group_size}"
             )
         if self.tokens.packs_scales and self.hidden % (4 * K_BLOCK):
             raise ValueError(
@@ -115,7 +166,7 @@ class LowLatencyShape:
     @property
     def tokens(self) -> TokenFormat:
         """How tokens travel."""
-        return token_format(self.token_format)
+        return grouped_format(self.token_format, self.group_size)
 
     @property
     def values_per_scale(self) -> int:
@@ -128,9 +179,9 @@ class LowLatencyShape:
 
     @property
     def num_scale_words(self) -> int:
-        """32-bit words of a token's scales on its way: an FP32 number, or four UE8M0 bytes, per 128
-        values."""
-        return self.hidden // K_BLOCK if self.values_per_scale else 0
+        """32-bit words of a token's scales on its way: an FP32 number per group, or four UE8M0
+        bytes per 128 values."""
+        return self.hidden // travelling_words(self.tokens) if self.values_per_scale else 0
 
     @property
     def stages_by_expert(self) -> bool:
@@ -195,7 +246,7 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
     builder.mark("control_bytes", alignment=DATA_ALIGNMENT)
     names = ALL_TO_ALL_FORMATS if shape.any_format else (shape.token_format,)
     formats = [token_format(name) for name in names]
-    num_words = shape.hidden // K_BLOCK
+    num_words = max(shape.num_scale_words, shape.hidden // K_BLOCK)
     if shape.stages_by_expert:
         token_bytes = max(
             format.num_bytes(shape.hidden) + (4 * num_words if format.values_per_scale else 0)
@@ -311,11 +362,14 @@ class LowLatencyConfig:
         """The fields that the kernel's `Config` struct has, in declaration order."""
         shape = asdict(self.shape)
         del shape["token_format"], shape["any_format"], shape["placement"]  # which the layout tells
+        del shape["group_size"], shape["dtype"]
         tokens = self.shape.tokens
         return {
             **shape,
             "num_experts_per_rank": self.shape.num_experts_per_rank,
+            "is_fp16": self.shape.dtype == "fp16",
             "values_per_scale": tokens.values_per_scale,
+            "values_per_word": travelling_words(tokens),
             "rounds_scales": tokens.rounds_scales,
             "packs_scales": tokens.packs_scales,
             "stages_by_expert": self.shape.stages_by_expert,

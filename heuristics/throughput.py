@@ -14,7 +14,10 @@ from .low_latency import (
     DATA_ALIGNMENT,
     MAX_THREADS,
     SEGMENT_ALIGNMENT,
+    check_row_format,
     check_split_sizes,
+    grouped_format,
+    travelling_words,
 )
 from .segments import Layout, LayoutBuilder, align_up
 from .shape import MAX_RANKS, MAX_TOPK, require_int
@@ -37,7 +40,7 @@ class ThroughputShape:
     num_topk: 1 to 32, at most num_experts. hidden: a multiple of 128. max_tokens_per_rank: most
     tokens of one call, 1 to 32,768. max_recv_rows: most rows that a rank's experts get in one call,
     padding included, 1 to 2^24. expert_alignment: experts begin at a multiple of this, a power of
-    two, 1 to 4096.
+    two, 1 to 4096. group_size, dtype: as of LowLatencyShape.
 
     >>> shape = ThroughputShape(8, 256, 8, 7168, 4096, 40_960)
     >>> shape.num_experts_per_rank, throughput_buffer_layout(shape).num_bytes >> 20
@@ -51,6 +54,8 @@ class ThroughputShape:
     max_tokens_per_rank: int
     max_recv_rows: int
     expert_alignment: int = 128
+    group_size: int = K_BLOCK
+    dtype: str = "bf16"
 
     def __post_init__(self) -> None:
         limits = {
@@ -111,7 +116,8 @@ def throughput_buffer_layout(shape: ThroughputShape) -> Layout:
     data("slot_weights", "f32", (max_tokens * shape.num_topk,), "routing weights")
     row_bytes = max(token_format(name).num_bytes(shape.hidden) for name in ALL_TO_ALL_FORMATS)
     data("tokens", "u8", (max_tokens * row_bytes,), "this rank's tokens, as they travel")
-    data("token_scales", "u32", (max_tokens, shape.hidden // K_BLOCK), "their scales")
+    num_words = shape.hidden // min(K_BLOCK, shape.group_size)
+    data("token_scales", "u32", (max_tokens, num_words), "their scales")
     data("rows", "bf16", (max_rows, shape.hidden), "what the local experts made")
     data("scalars", "f32", (max_rows,), "a number for each of their rows")
     return builder.build(alignment=DATA_ALIGNMENT)
@@ -153,6 +159,8 @@ class ThroughputConfig:
         require_int("num_ctas", self.num_ctas, "at least 1")
         if self.num_ctas < 1:
             raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")
+        name = self.token_format if self.tokens.has_scales else "fp8_128"  # none to be grouped
+        check_row_format(self.shape, name)
         if self.tokens.packs_scales and self.shape.hidden % (4 * K_BLOCK):
             raise ValueError(
                 f"hidden must be a multiple of {4 * K_BLOCK} for token_format "
@@ -162,14 +170,15 @@ class ThroughputConfig:
     @property
     def tokens(self) -> TokenFormat:
         """How tokens travel."""
-        return token_format(self.token_format)
+        return grouped_format(self.token_format, self.shape.group_size)
 
     @property
     def num_scale_words(self) -> int:
         """32-bit words of a token's scales as the experts get them."""
         if not self.tokens.values_per_scale:
             return 0
-        return self.shape.hidden // K_BLOCK // (4 if self.tokens.packs_scales else 1)
+        words = self.shape.hidden // travelling_words(self.tokens)
+        return words // (4 if self.tokens.packs_scales else 1)
 
     @property
     def num_threads(self) -> int:
@@ -210,10 +219,14 @@ class ThroughputConfig:
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The fields that the kernel's `Config` struct has, in declaration order."""
         tokens = self.tokens
+        shape = asdict(self.shape)
+        del shape["group_size"], shape["dtype"]
         return {
-            **asdict(self.shape),
+            **shape,
+            "is_fp16": self.shape.dtype == "fp16",
             "num_experts_per_rank": self.shape.num_experts_per_rank,
             "values_per_scale": tokens.values_per_scale,
+            "values_per_word": travelling_words(tokens),
             "rounds_scales": tokens.rounds_scales,
             "packs_scales": tokens.packs_scales,
             "num_ctas": self.num_ctas,

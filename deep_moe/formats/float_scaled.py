@@ -19,11 +19,15 @@ MIN_AMAX = 1e-4
 
 
 def quantize_e4m3_float(
-    x: torch.Tensor, *, powers_of_two: bool = False, whole_tokens: bool = False
+    x: torch.Tensor,
+    *,
+    powers_of_two: bool = False,
+    whole_tokens: bool = False,
+    group_size: int = GROUP_SIZE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize `x` [..., K], K a multiple of 128, to (float8_e4m3fn [..., K], float32
     [..., K/128]). powers_of_two: whether the scales have to be such. whole_tokens: one scale for
-    all K values, float32 [..., 1].
+    all K values, float32 [..., 1]. group_size: values per scale, a divisor of K.
 
     >>> values, scales = quantize_e4m3_float(torch.full((128,), 3.5))
     >>> values[0].item(), scales.item()
@@ -31,7 +35,9 @@ def quantize_e4m3_float(
     """
     if x.dim() == 0 or not x.shape[-1] or x.shape[-1] % GROUP_SIZE:
         raise ValueError(f"x must have a positive multiple of 128 columns; got {tuple(x.shape)}")
-    group_size = x.shape[-1] if whole_tokens else GROUP_SIZE
+    if x.shape[-1] % group_size:
+        raise ValueError(f"group_size must divide x's {x.shape[-1]} columns; got {group_size}")
+    group_size = x.shape[-1] if whole_tokens else group_size
     groups = x.float().unflatten(-1, (x.shape[-1] // group_size, group_size))
     finite = groups.isfinite().all(dim=-1)
     amax = groups.abs().amax(dim=-1).clamp(min=MIN_AMAX)

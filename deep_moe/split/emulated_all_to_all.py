@@ -13,6 +13,7 @@ from .emulated_layers import EmulatedLayers
 from .handle import Dispatched, DispatchHandle
 from .kernels import Launch
 from .low_latency import LowLatencyAllToAll
+from .split_layer import name_of_dtype
 
 if TYPE_CHECKING:
     from deep_moe.emulator.machine import Schedule
@@ -37,6 +38,8 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         placement: as of `LowLatencyAllToAll`.
         relays_tokens: as of `LowLatencyAllToAll`; `prepare_dispatch` of each layer takes such
             tokens.
+        group_size: as of `LowLatencyAllToAll`.
+        dtype: as of `LowLatencyAllToAll`.
         options: timeout_s, num_sms and so on, as of `LowLatencyAllToAll`.
     """
 
@@ -53,6 +56,8 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         zero_copy: bool = False,
         placement: str = "ranks",
         relays_tokens: bool = False,
+        group_size: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
         **options: Any,
     ) -> None:
         shape = LowLatencyShape(
@@ -66,6 +71,8 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
             any_format=any_format,
             placement=placement,
             relays_tokens=relays_tokens,
+            group_size=group_size,
+            dtype=name_of_dtype(dtype),
         )
         self._make(LowLatencyAllToAll, shape, options)
 

@@ -11,6 +11,7 @@ from deep_moe.heuristics.throughput import ThroughputShape
 
 from .emulated_layers import EmulatedLayers
 from .kernels import Launch
+from .split_layer import name_of_dtype
 from .throughput import AllToAll, AllToAllHandle, Received
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         num_topk: as of `AllToAll`.
         max_recv_rows: as of `AllToAll`.
         expert_alignment: as of `AllToAll`.
+        dtype: as of `AllToAll`.
         options: timeout_s, num_sms and so on, as of `AllToAll`.
     """
 
@@ -47,6 +49,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         max_recv_rows: int,
         *,
         expert_alignment: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
         **options: Any,
     ) -> None:
         shape = ThroughputShape(
@@ -57,6 +60,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
             max_tokens_per_rank=max_tokens_per_rank,
             max_recv_rows=max_recv_rows,
             expert_alignment=expert_alignment,
+            dtype=name_of_dtype(dtype),
         )
         self._make(AllToAll, shape, options)
 

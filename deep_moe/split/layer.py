@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from deep_moe.fused.checks import require_type
+from deep_moe.fused.checks import named_as, require_type
 from deep_moe.heuristics.low_latency import NUM_HALVES
 from deep_moe.heuristics.shape import require_int
 
@@ -24,8 +24,6 @@ from .two_level_low_latency import TwoLevelLowLatencyAllToAll
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_FORMATS = {128: "fp8_128"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,9 @@ class EPLowLatencyAllToAllLayer:
         local_world_size: ranks per node, a divisor of world_size. Nodes are NVLink domains; between
             several of them `TwoLevelLowLatencyAllToAll` has the tokens moved.
         world_size: ranks of `group`.
-        fp8_gsize: values per scale; only 128.
-        dtype: only bfloat16.
+        fp8_gsize: values per scale: 16, 32, 64, 128, 256 or 512, a divisor of hidden.
+        dtype: torch.bfloat16 or torch.float16, of tokens and of the experts' rows. Where bfloat16
+            is said below, it is that.
         enable_profiling: let the kernels stamp their phases.
         group: the process group, by default all ranks; with world_size 1, none is needed. For
             several nodes None or what `make_domain_groups` gave, the groups of one layer or of
@@ -102,14 +101,12 @@ class EPLowLatencyAllToAllLayer:
                 "online_quant_fp8 must be True: tokens are quantized on the way; for those as they "
                 'are, use LowLatencyAllToAll with token_format="bf16"'
             )
-        if fp8_gsize not in _FORMATS:
-            raise ValueError(f"fp8_gsize must be 128; got {fp8_gsize}")
-        if dtype is not torch.bfloat16:
-            raise ValueError(f"dtype must be torch.bfloat16; got {dtype}")
-        num_nodes = _num_nodes(local_world_size, world_size)
-        _check_place(group, rank, world_size)
+        num_nodes = num_nodes_of(local_world_size, world_size)
+        check_place(group, rank, world_size)
         common: dict[str, Any] = {
-            "token_format": _FORMATS[fp8_gsize],
+            "token_format": "fp8_128",
+            "group_size": fp8_gsize,
+            "dtype": dtype,
             "zero_copy": zero_copy,
             "placement": placement,
             "device": device,
@@ -117,25 +114,36 @@ class EPLowLatencyAllToAllLayer:
             "enable_profiling": enable_profiling,
         }
         sizes = (max_m, hidden, num_experts, topk)
-        self._all_to_all: LowLatencyAllToAll | TwoLevelLowLatencyAllToAll
-        if num_nodes > 1:
-            groups = _groups_of_nodes(group, num_nodes)
-            self._all_to_all = TwoLevelLowLatencyAllToAll(
-                *groups, *sizes, num_max_foreign_tokens=num_max_foreign_tokens, **common
+        with named_as({"group_size": "fp8_gsize"}):
+            self._all_to_all = self._connected(
+                group, num_nodes, world_size, sizes, num_max_foreign_tokens, common
             )
-        else:
-            if num_max_foreign_tokens is not None:
-                raise ValueError(
-                    "num_max_foreign_tokens must be None for one node; "
-                    f"got {num_max_foreign_tokens}"
-                )
-            if isinstance(group, DomainGroups):
-                group = group.domain
-            elif group is None and world_size > 1:
-                group = dist.group.WORLD
-            self._all_to_all = LowLatencyAllToAll(group, *sizes, **common)
         self.rank = rank
         self.call_count = 0
+
+    @staticmethod
+    def _connected(
+        group: ProcessGroup | DomainGroups | None,
+        num_nodes: int,
+        world_size: int,
+        sizes: tuple[int, int, int, int],
+        num_max_foreign_tokens: int | None,
+        common: dict[str, Any],
+    ) -> LowLatencyAllToAll | TwoLevelLowLatencyAllToAll:
+        if num_nodes > 1:
+            groups = groups_of_nodes("group", group, num_nodes)
+            return TwoLevelLowLatencyAllToAll(
+                *groups, *sizes, num_max_foreign_tokens=num_max_foreign_tokens, **common
+            )
+        if num_max_foreign_tokens is not None:
+            raise ValueError(
+                f"num_max_foreign_tokens must be None for one node; got {num_max_foreign_tokens}"
+            )
+        if isinstance(group, DomainGroups):
+            group = group.domain
+        elif group is None and world_size > 1:
+            group = dist.group.WORLD
+        return LowLatencyAllToAll(group, *sizes, **common)
 
     @property
     def phase(self) -> int:
@@ -156,7 +164,7 @@ class EPLowLatencyAllToAllLayer:
             topk_indices: int32 or int64 [tokens, topk].
 
         Returns recv_token float8_e4m3fn [experts per rank, world_size * max_m, hidden], recv_scale
-        float32 [experts per rank, world_size * max_m, hidden / 128], expert_recv_count int32
+        float32 [experts per rank, world_size * max_m, hidden / fp8_gsize], expert_recv_count int32
         [experts per rank], and what `combine` needs.
         """
         if send_scales is not None:
@@ -229,7 +237,8 @@ class EPLowLatencyAllToAllLayer:
         self._all_to_all.check()
 
 
-def _num_nodes(local_world_size: int, world_size: int) -> int:
+def num_nodes_of(local_world_size: int, world_size: int) -> int:
+    """ValueError unless nodes have equally many ranks."""
     for name, value in (("local_world_size", local_world_size), ("world_size", world_size)):
         if require_int(name, value, "at least 1") < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
@@ -240,7 +249,7 @@ def _num_nodes(local_world_size: int, world_size: int) -> int:
     return world_size // local_world_size
 
 
-def _check_place(group: ProcessGroup | DomainGroups | None, rank: int, world_size: int) -> None:
+def check_place(group: ProcessGroup | DomainGroups | None, rank: int, world_size: int) -> None:
     """ValueError unless rank and world_size are those of the group."""
     if isinstance(group, DomainGroups):
         place = DomainPlace.of(group)
@@ -258,16 +267,20 @@ def _check_place(group: ProcessGroup | DomainGroups | None, rank: int, world_siz
         )
 
 
-def _groups_of_nodes(group: ProcessGroup | DomainGroups | None, num_nodes: int) -> DomainGroups:
+def groups_of_nodes(
+    name: str, group: ProcessGroup | DomainGroups | None, num_nodes: int
+) -> DomainGroups:
+    """As given, or new ones of all ranks. name: of the argument that they are."""
     if isinstance(group, DomainGroups):
         if DomainPlace.of(group).num_domains != num_nodes:
             raise ValueError(
-                f"group must be of as many domains as there are nodes ({num_nodes}); got groups of "
-                f"{DomainPlace.of(group).num_domains}"
+                f"{name} must be of as many domains as there are nodes ({num_nodes}); got groups "
+                f"of {DomainPlace.of(group).num_domains}"
             )
         return group
     if group is not None and group is not dist.group.WORLD:
         raise ValueError(
-            "group must be None or what make_domain_groups gave, for several nodes; got a group"
+            f"{name} must be all ranks or what make_domain_groups gave, for several nodes; got "
+            "another group"
         )
     return make_domain_groups(num_nodes)

@@ -34,7 +34,7 @@ from deep_moe.jit.kernel_args import LowLatencyArgs
 from .handle import Call, Dispatched, DispatchHandle, Progress
 from .kernels import Launch
 from .profile import Profile
-from .split_layer import ROW_ALIGNMENT, SplitLayer
+from .split_layer import ROW_ALIGNMENT, SplitLayer, name_of_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -64,6 +64,11 @@ class LowLatencyAllToAll(SplitLayer):
             are the same.
         relays_tokens: tokens come from elsewhere, quantized, each with a number: `dispatch` takes
             x_sf and origins, and sends x as it is.
+        group_size: values per scale for "fp8_128" and "fp8_128_pow2": 16, 32, 64, 128, 256 or 512,
+            a divisor of hidden. Scales are [.., hidden/group_size] then.
+        dtype: torch.bfloat16 or torch.float16: of tokens that come to be quantized, or travel as
+            they are, and of the experts' rows and their sums. Where bfloat16 is said of these
+            below, it is that.
         device: where the calls run. A CPU runs them in the emulator. By default the current GPU for
             a group with NCCL and, if there is a GPU, for None; otherwise the CPU.
         num_sms: CTAs of a kernel, equal on all ranks; by default all SMs of the GPU, 4 on a CPU.
@@ -103,6 +108,8 @@ class LowLatencyAllToAll(SplitLayer):
         scales_by_column: bool = False,
         placement: str = "ranks",
         relays_tokens: bool = False,
+        group_size: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | int | None = None,
         num_sms: int | None = None,
         timeout_s: float | None = None,
@@ -127,6 +134,8 @@ class LowLatencyAllToAll(SplitLayer):
             "any_format": any_format,
             "placement": placement,
             "relays_tokens": relays_tokens,
+            "group_size": group_size,
+            "dtype": name_of_dtype(dtype),
         }
         self._join(
             group,
@@ -483,7 +492,7 @@ class LowLatencyAllToAll(SplitLayer):
                 "may be at it still"
             )
         rows = (shape.num_experts_per_rank, shape.num_rows_per_expert, shape.hidden)
-        check_tensor("y", y, torch.bfloat16, rows, self.device)
+        check_tensor("y", y, self.dtype, rows, self.device)
         check_contiguous("y", y)
         check_start("y", y, ROW_ALIGNMENT)
         if zero_copy != call.has_buffer or (
@@ -644,7 +653,7 @@ class LowLatencyAllToAll(SplitLayer):
             src_slots=empty((num_experts, num_rows), torch.int32),
             layout_range=empty((num_experts, shape.num_ranks), torch.int64),
         )
-        values = torch.float8_e4m3fn if shape.num_scale_words else torch.bfloat16
+        values = torch.float8_e4m3fn if shape.num_scale_words else self.dtype
         return Dispatched(
             empty((num_experts, num_rows, shape.hidden), values),
             scales,
@@ -671,9 +680,10 @@ class LowLatencyAllToAll(SplitLayer):
             for name, tensor in {"x_sf": x_sf, "origins": origins}.items():
                 if tensor is not None:
                     raise ValueError(f"{name} must be None without relays_tokens; got a tensor")
-            self._check_rows("x", x, shape.hidden)
+            self._check_rows("x", x, shape.hidden, self.dtype)
             return
-        self._check_rows("x", x, shape.hidden, shape.tokens.dtype)
+        given = shape.tokens.dtype if shape.tokens.has_scales else self.dtype
+        self._check_rows("x", x, shape.hidden, given)
         num_tokens = x.shape[0]
         require_type("origins", origins, torch.Tensor, "a tensor with relays_tokens")
         numbers = {"origins": (origins, torch.int32, (num_tokens,))}
@@ -686,8 +696,8 @@ class LowLatencyAllToAll(SplitLayer):
         else:
             require_type("x_sf", x_sf, torch.Tensor, "a tensor with relays_tokens")
             # Scales are packed on the way out.
-            given = torch.float32 if shape.tokens.packs_scales else dtype
-            numbers["x_sf"] = (x_sf, given, (num_tokens, shape.num_scale_words))
+            of_words = torch.float32 if shape.tokens.packs_scales else dtype
+            numbers["x_sf"] = (x_sf, of_words, (num_tokens, shape.num_scale_words))
         for name, (tensor, of_type, size) in numbers.items():
             assert tensor is not None
             check_tensor(name, tensor, of_type, size, self.device)
@@ -725,5 +735,5 @@ class LowLatencyAllToAll(SplitLayer):
 
     def _shared_rows(self) -> torch.Tensor:
         shape = self.shape
-        rows = self._segment("shared_rows").view(torch.bfloat16)
+        rows = self._segment("shared_rows").view(self.dtype)
         return rows.view(shape.num_experts_per_rank, shape.num_rows_per_expert, shape.hidden)

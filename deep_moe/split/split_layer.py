@@ -34,6 +34,17 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.throughput import ThroughputShape
 
 ROW_ALIGNMENT = 16  # bytes that a lane loads at once
+ROW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # as shapes name them
+
+
+def name_of_dtype(dtype: torch.dtype) -> str:
+    """As shapes name it."""
+    for name, known in ROW_DTYPES.items():
+        if dtype is known:
+            return name
+    allowed = " or ".join(map(str, ROW_DTYPES.values()))
+    kind = ValueError if isinstance(dtype, torch.dtype) else TypeError
+    raise kind(f"dtype must be {allowed}; got {dtype!r}")
 
 
 class SplitLayer:
@@ -101,6 +112,11 @@ class SplitLayer:
     @property
     def device(self) -> torch.device:
         return self._buffer.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of tokens that are not quantized, and of the experts' rows."""
+        return ROW_DTYPES[self.shape.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -171,9 +187,7 @@ class SplitLayer:
         """What of a launch must be the same on every rank."""
         raise NotImplementedError
 
-    def _check_rows(
-        self, name: str, tensor: torch.Tensor, width: int, dtypes: Any = torch.bfloat16
-    ) -> None:
+    def _check_rows(self, name: str, tensor: torch.Tensor, width: int, dtypes: Any) -> None:
         require_type(name, tensor, torch.Tensor, "a tensor")
         if tensor.ndim != 2:
             raise ValueError(
@@ -192,8 +206,8 @@ class SplitLayer:
         """Where a combine that reads these tensors writes its result, a new tensor for None."""
         if out is None:
             size = (num_tokens, self.shape.hidden)
-            return torch.empty(size, dtype=torch.bfloat16, device=self.device)
-        self._check_rows("out", out, self.shape.hidden)
+            return torch.empty(size, dtype=self.dtype, device=self.device)
+        self._check_rows("out", out, self.shape.hidden, self.dtype)
         if out.shape[0] != num_tokens:
             raise ValueError(
                 f"out must have as many rows as the dispatch had tokens ({num_tokens}); "

@@ -34,7 +34,7 @@ from deep_moe.tokens import token_format as token_format_of
 
 from .kernels import Launch
 from .profile import PhaseOfCta, Profile
-from .split_layer import ROW_ALIGNMENT, SplitLayer
+from .split_layer import ROW_ALIGNMENT, SplitLayer, name_of_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -121,6 +121,7 @@ class AllToAll(SplitLayer):
         expert_alignment: each expert's rows begin at a multiple of this, a power of two.
         token_format: how tokens travel and arrive, unless a dispatch says otherwise: "bf16", or one
             of the FP8 formats of `LowLatencyAllToAll`.
+        dtype: as of `LowLatencyAllToAll`.
         device: as of `LowLatencyAllToAll`.
         num_sms: as of `LowLatencyAllToAll`.
         timeout_s: as of `LowLatencyAllToAll`.
@@ -150,6 +151,7 @@ class AllToAll(SplitLayer):
         *,
         expert_alignment: int = 128,
         token_format: str = "bf16",
+        dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | int | None = None,
         num_sms: int | None = None,
         timeout_s: float | None = None,
@@ -165,6 +167,7 @@ class AllToAll(SplitLayer):
             "max_tokens_per_rank": max_tokens_per_rank,
             "max_recv_rows": max_recv_rows,
             "expert_alignment": expert_alignment,
+            "dtype": name_of_dtype(dtype),
         }
         self._join(
             group,
@@ -390,6 +393,11 @@ class AllToAll(SplitLayer):
                     f"x must have as many tokens as the handle's dispatch ({handle.num_tokens}); "
                     f"got {num_tokens}"
                 )
+            if topk_weights is not None and shape.dtype != "bf16":
+                raise ValueError(
+                    "topk_weights must be None for a dispatch with a handle and dtype "
+                    f"torch.float16: only rows of bfloat16 are multiplied; got {self.dtype}"
+                )
             if topk_weights is not None and config.token_format != "bf16":
                 raise ValueError(
                     "topk_weights must be None for a dispatch with a handle unless token_format is "
@@ -432,7 +440,7 @@ class AllToAll(SplitLayer):
         shape = self.shape
         require_type("y", y, torch.Tensor, "a tensor")
         rows = (shape.max_recv_rows, shape.hidden)
-        check_tensor("y", y, torch.bfloat16, rows, self.device)
+        check_tensor("y", y, self.dtype, rows, self.device)
         check_contiguous("y", y)
         check_start("y", y, ROW_ALIGNMENT)
         is_here = y.data_ptr() == self._combine_rows().data_ptr()
@@ -563,7 +571,7 @@ class AllToAll(SplitLayer):
             scales = self._empty(size, dtype)
         if config.has_weights and not config.knows_rows:
             weights = self._empty((num_rows,), torch.float32)
-        values = torch.float8_e4m3fn if scales is not None else torch.bfloat16
+        values = torch.float8_e4m3fn if scales is not None else self.dtype
         return Received(
             self._empty((num_rows, self.shape.hidden), values),
             scales,
@@ -577,10 +585,11 @@ class AllToAll(SplitLayer):
     def _check_tokens(
         self, x: torch.Tensor, x_sf: torch.Tensor | None, config: ThroughputConfig
     ) -> None:
-        self._check_rows("x", x, self.shape.hidden, (torch.bfloat16, torch.float8_e4m3fn))
+        self._check_rows("x", x, self.shape.hidden, (self.dtype, torch.float8_e4m3fn))
         if not config.is_quantized_input:
             if x_sf is not None:
-                raise ValueError("x_sf must be None for an x of bfloat16; got a tensor")
+                kind = str(x.dtype).removeprefix("torch.")
+                raise ValueError(f"x_sf must be None for an x of {kind}; got a tensor")
             return
         dtype = config.tokens.scale_torch_dtype
         if config.token_format not in GIVEN_FORMATS or dtype is None:
@@ -617,5 +626,5 @@ class AllToAll(SplitLayer):
 
     def _combine_rows(self) -> torch.Tensor:
         shape = self.shape
-        rows = self._segment("rows").view(torch.bfloat16)
+        rows = self._segment("rows").view(self.dtype)
         return rows.view(shape.max_recv_rows, shape.hidden)

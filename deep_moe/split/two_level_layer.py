@@ -106,6 +106,16 @@ class TwoLevelLayer:
         return self._inside.nbytes + self._relay.nbytes
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of tokens that are not quantized, and of the experts' rows."""
+        return self._inside.dtype
+
+    @property
+    def groups(self) -> DomainGroups:
+        """Those that take part."""
+        return self._relay.groups
+
+    @property
     def domain(self) -> int:
         """Which domain this rank is in."""
         return self._place.domain
@@ -126,7 +136,7 @@ class TwoLevelLayer:
 
     # Checks.
 
-    def _check_tokens(self, x: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+    def _check_tokens(self, x: torch.Tensor, dtype: torch.dtype) -> None:
         require_type("x", x, torch.Tensor, "a tensor")
         if x.ndim != 2:
             raise ValueError(
@@ -162,9 +172,9 @@ class TwoLevelLayer:
     ) -> torch.Tensor:
         size = (num_tokens, self.shape.hidden)
         if out is None:
-            return torch.empty(size, dtype=torch.bfloat16, device=self.device)
+            return torch.empty(size, dtype=self.dtype, device=self.device)
         require_type("out", out, torch.Tensor, "a tensor or None")
-        check_tensor("out", out, torch.bfloat16, size, self.device)
+        check_tensor("out", out, self.dtype, size, self.device)
         check_contiguous("out", out)
         refuse_shared_memory({"out": out}, read)
         return out

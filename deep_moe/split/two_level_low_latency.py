@@ -35,6 +35,7 @@ from .domain_groups import (
 from .domain_relay import RelayedCall
 from .handle import Dispatched, DispatchHandle
 from .low_latency import LowLatencyAllToAll
+from .split_layer import name_of_dtype
 from .two_level_layer import TwoLevelLayer, check_listed, sms_beside_transport
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         zero_copy: as of `LowLatencyAllToAll`.
         scales_by_column: as of `LowLatencyAllToAll`.
         placement: as of `LowLatencyAllToAll`.
+        group_size: as of `LowLatencyAllToAll`.
+        dtype: as of `LowLatencyAllToAll`.
         num_max_foreign_tokens: most tokens that a rank takes from all other domains together in one
             call; each domain has its share, rounded up. By default as many as can come. Own and
             foreign ones together are at most 4096. More is a ForeignTokensError on all ranks: on
@@ -110,6 +113,8 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         zero_copy: bool = False,
         scales_by_column: bool = False,
         placement: str = "ranks",
+        group_size: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
         num_max_foreign_tokens: int | None = None,
         num_transport_sms: int = NUM_TRANSPORT_SMS,
         device: torch.device | str | int | None = None,
@@ -131,6 +136,8 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
             "num_max_tokens_per_rank": num_max_tokens_per_rank,
             "num_max_foreign_tokens": num_max_foreign_tokens,
             "token_format": token_format,
+            "group_size": group_size,
+            "dtype": name_of_dtype(dtype),
         }
         others = {"zero_copy": zero_copy, "placement": placement, "device": device.type}
         require_equal_everywhere({**sizes, **others}, groups)
@@ -148,6 +155,8 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
             scales_by_column=scales_by_column,
             placement=placement,
             relays_tokens=True,
+            group_size=group_size,
+            dtype=dtype,
             device=device,
             num_sms=num_sms,
             timeout_s=timeout_s,
@@ -187,7 +196,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         `layout_range` says where each rank's rows begin.
         """
         self._relay.transport.raise_if_failed()
-        self._check_tokens(x)
+        self._check_tokens(x, self.dtype)
         self._check_routing(topk_idx, x.shape[0])
         statistics = {"expert_totals": expert_totals, "wait_cycles": wait_cycles}
         waited = self._cycles_inside(wait_cycles)
@@ -271,7 +280,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         self._refuse_pending(own, "combine")
         inside = self._inside.shape
         rows = (inside.num_experts_per_rank, inside.num_rows_per_expert, self.shape.hidden)
-        check_tensor("y", y, torch.bfloat16, rows, self.device)
+        check_tensor("y", y, self.dtype, rows, self.device)
         self._check_routing(topk_idx, own.num_tokens)
         self._check_weights(topk_weights, own.num_tokens)
         if torch.is_grad_enabled():

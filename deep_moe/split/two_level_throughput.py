@@ -25,6 +25,7 @@ from .domain_groups import (
     require_equal_everywhere,
 )
 from .domain_relay import RelayedCall
+from .split_layer import name_of_dtype
 from .throughput import GIVEN_FORMATS, AllToAll, AllToAllHandle, Received
 from .two_level_layer import TwoLevelLayer, check_listed, sms_beside_transport
 
@@ -58,6 +59,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         expert_alignment: as of `AllToAll`.
         token_format: as of `AllToAll`, but for "fp8_128_ue8m0"; so tokens travel between domains,
             too.
+        dtype: as of `AllToAll`.
         num_max_foreign_tokens: as of `TwoLevelLowLatencyAllToAll`. Own and foreign tokens together
             are at most 32,768.
         num_transport_sms: as of `TwoLevelLowLatencyAllToAll`.
@@ -91,6 +93,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         *,
         expert_alignment: int = 128,
         token_format: str = "bf16",
+        dtype: torch.dtype = torch.bfloat16,
         num_max_foreign_tokens: int | None = None,
         num_transport_sms: int = NUM_TRANSPORT_SMS,
         device: torch.device | str | int | None = None,
@@ -117,6 +120,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
             "num_max_tokens_per_rank": max_tokens_per_rank,
             "num_max_foreign_tokens": num_max_foreign_tokens,
             "token_format": token_format,
+            "dtype": name_of_dtype(dtype),
         }
         with named_as({"num_max_tokens_per_rank": "max_tokens_per_rank"}):
             require_equal_everywhere({**sizes, "device": device.type}, groups)
@@ -131,6 +135,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
             max_recv_rows,
             expert_alignment=expert_alignment,
             token_format=token_format,
+            dtype=dtype,
             device=device,
             num_sms=sms_beside_transport(device, num_sms, num_transport_sms, place.num_domains),
             timeout_s=timeout_s,
@@ -228,7 +233,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         self._relay.transport.raise_if_failed()
         own = self._own_handle(handle)
         rows = (self._inside.shape.max_recv_rows, self.shape.hidden)
-        check_tensor("y", y, torch.bfloat16, rows, self.device)
+        check_tensor("y", y, self.dtype, rows, self.device)
         if topk_weights is not None:
             self._check_weights(topk_weights, own.num_tokens)
         if torch.is_grad_enabled():
@@ -303,8 +308,9 @@ class TwoLevelAllToAll(TwoLevelLayer):
         require_type("x", x, torch.Tensor, "a tensor")
         if x.dtype != torch.float8_e4m3fn:
             if x_sf is not None:
-                raise ValueError("x_sf must be None for an x of bfloat16; got a tensor")
-            self._check_tokens(x)
+                kind = str(x.dtype).removeprefix("torch.")
+                raise ValueError(f"x_sf must be None for an x of {kind}; got a tensor")
+            self._check_tokens(x, self.dtype)
             return
         dtype = self.shape.tokens.scale_torch_dtype
         if dtype is None:

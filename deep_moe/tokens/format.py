@@ -102,8 +102,8 @@ class TokenFormat:
 
     @property
     def packs_scales(self) -> bool:
-        """Whether a word holds the scales of more than 128 values."""
-        return self.values_per_word > 128
+        """Whether a word holds several scales, of more than 128 values."""
+        return self.values_per_word > max(128, self.values_per_scale)
 
     @property
     def is_of_products(self) -> bool:

@@ -11,15 +11,20 @@ from deep_moe.formats.block_scaled import pack_ue8m0, quantize_e4m3_ue8m0
 from deep_moe.formats.float_scaled import quantize_e4m3_float
 from deep_moe.heuristics.low_latency import LowLatencyShape
 from deep_moe.split.handle import Dispatched
+from deep_moe.split.split_layer import ROW_DTYPES
 
 
-def quantized(x: torch.Tensor, token_format: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def quantized(
+    x: torch.Tensor, token_format: str, group_size: int = 128
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The tokens as they travel."""
     if token_format == "bf16":
         return x, None
     if token_format == "mxfp8":
-        return quantize_e4m3_ue8m0(x)
-    values, scales = quantize_e4m3_float(x, powers_of_two=token_format != "fp8_128")
+        return quantize_e4m3_ue8m0(x.float())
+    values, scales = quantize_e4m3_float(
+        x, powers_of_two=token_format != "fp8_128", group_size=group_size
+    )
     if token_format == "fp8_128_ue8m0":
         return values, pack_ue8m0((scales.log2().int() + 127).to(torch.uint8))
     return values, scales
@@ -76,7 +81,7 @@ def check_dispatched(
     masked: Collection[int] = (),
 ) -> None:
     """Every bit of what a rank received that means something."""
-    tokens = [quantized(x, shape.token_format) for x in xs]
+    tokens = [quantized(x, shape.token_format, shape.group_size) for x in xs]
     for local in range(shape.num_experts_per_rank):
         expert = rank * shape.num_experts_per_rank + local
         rows = rows_of_expert(shape, topk_idxs, expert, masked)
@@ -117,7 +122,7 @@ def expected_out(
             owner, local = divmod(expert, shape.num_experts_per_rank)
             y = ys[owner][local, place[rank, token, expert]].float()
             out[token] = out[token] + y * topk_weights[token, slot]
-    return out.bfloat16()
+    return out.to(ROW_DTYPES[shape.dtype])
 
 
 @dataclass
@@ -148,8 +153,9 @@ def random_inputs(
         idx = torch.randint(0, shape.num_experts, slots, generator=generator)
         idx = idx.where(torch.rand(slots, generator=generator) >= unused, -1)
         rows = (shape.num_experts_per_rank, shape.num_rows_per_expert, shape.hidden)
-        inputs.xs.append((sign * magnitude).bfloat16())
+        rows_dtype = ROW_DTYPES[shape.dtype]
+        inputs.xs.append((sign * magnitude).to(rows_dtype))
         inputs.topk_idxs.append(idx.to(dtype))
         inputs.topk_weights.append(torch.rand(slots, generator=generator))
-        inputs.ys.append(torch.randn(rows, generator=generator).bfloat16())
+        inputs.ys.append(torch.randn(rows, generator=generator).to(rows_dtype))
     return inputs

@@ -76,6 +76,28 @@ def test_a_message_for_each_expert() -> None:
     check_calls(make(placement="experts"), 0, 1)
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_other_groups_and_fp16(run_ranks, num_nodes: int) -> None:
+    def work(rank: int) -> None:
+        layer = make(rank, 2, local_world_size=2 // num_nodes, fp8_gsize=64, dtype=torch.float16)
+        x = torch.randn(3, 256, generator=torch.Generator().manual_seed(rank)).half()
+        ids = torch.tensor([[0, 3], [2, 1], [-1, 2]], dtype=torch.int32)
+        weights = torch.tensor([[0.5, 0.25]] * 3)
+        tokens, scales, _, meta = layer.dispatch(x, None, ids)
+        assert scales.shape == (2, 8, 4)
+        rows = (tokens.float() * scales.repeat_interleave(64, dim=2)).half()
+        out = layer.combine(rows, ids, weights, meta)
+        values, floats = quantize_e4m3_float(x, group_size=64)
+        expected = (values.float() * floats.repeat_interleave(64, dim=1)).half().float()
+        sums = expected * (weights * (ids >= 0)).sum(dim=1, keepdim=True)
+        assert out.dtype == torch.float16
+        assert ((out.float() - sums).abs() <= 2.0**-10 * sums.abs() + 2.0**-24).all()
+        dist.barrier()
+        layer.finalize()
+
+    run_ranks(2, work)
+
+
 def test_without_room_for_them() -> None:
     layer = make(zero_copy=False)
     x, ids = torch.zeros(2, 256, dtype=torch.bfloat16), torch.zeros(2, 2, dtype=torch.int32)
@@ -272,8 +294,12 @@ def test_several_nodes(run_ranks) -> None:
         ("local_world_size", 8, r"local_world_size must divide world_size \(1\); got 8"),
         ("local_world_size", 0, "local_world_size must be at least 1; got 0"),
         ("num_max_foreign_tokens", 4, "num_max_foreign_tokens must be None for one node; got 4"),
-        ("fp8_gsize", 64, "fp8_gsize must be 128; got 64"),
-        ("dtype", torch.float16, "dtype must be torch.bfloat16; got torch.float16"),
+        ("fp8_gsize", 48, "fp8_gsize must be one of 16, 32, 64, 128, 256, 512; got 48"),
+        (
+            "dtype",
+            torch.float32,
+            r"dtype must be torch\.bfloat16 or torch\.float16; got torch\.flo",
+        ),
         ("rank", 1, "rank and world_size must be those of the group, 0 and 1; got 1 and 1"),
         ("max_m", 2000, "num_max_tokens_per_rank must be 1 to 1024; got 2000"),
     ],

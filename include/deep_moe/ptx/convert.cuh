@@ -12,6 +12,14 @@ __device__ __forceinline__ uint32_t cvt_rn_bf16x2_f32(float high, float low) {
     return packed;
 }
 
+// Two floats to F16, round to nearest even, magnitudes beyond its range to infinity; `high` in the
+// upper half.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_f32(float high, float low) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
 // Two floats to E4M3, round to nearest even, magnitudes above 448 become 448; `high` in the upper
 // byte.
 __device__ __forceinline__ uint16_t cvt_rn_satfinite_e4m3x2_f32(float high, float low) {

@@ -1,11 +1,13 @@
 // Combine, receiving: out[token] = sum of weight * row over the token's used slots, in slot order.
-// Products and sums are in FP32, each rounded; the end is rounded to BF16 once.
+// Products and sums are in FP32, each rounded; the end is rounded once, to BF16 or FP16 as the
+// rows.
 //
 // A warp takes 32 neighbouring chunks of 8 values of a token.
 #pragma once
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/formats/fp16_chunk.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/warp.cuh"
@@ -13,16 +15,30 @@
 namespace deep_moe {
 
 // Adds weight * row to the sums of 8 values.
+template <bool is_fp16>
 __device__ __forceinline__ void add_weighted(float (&sums)[8], uint4 row, float weight) {
     const uint32_t pairs[4] = {row.x, row.y, row.z, row.w};
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) {
-        // BF16 is the upper half of an FP32.
-        const float low = __uint_as_float(pairs[i] << 16);
-        const float high = __uint_as_float(pairs[i] & 0xffff0000u);
+        float low;
+        float high;
+        if constexpr (is_fp16) {
+            const HalfPair values(pairs[i]);
+            low = values.low;
+            high = values.high;
+        } else {
+            // BF16 is the upper half of an FP32.
+            low = __uint_as_float(pairs[i] << 16);
+            high = __uint_as_float(pairs[i] & 0xffff0000u);
+        }
         sums[2 * i] = __fadd_rn(sums[2 * i], __fmul_rn(weight, low));
         sums[2 * i + 1] = __fadd_rn(sums[2 * i + 1], __fmul_rn(weight, high));
     }
+}
+
+template <bool is_fp16>
+__device__ __forceinline__ uint32_t rounded_pair(float high, float low) {
+    return is_fp16 ? ptx::cvt_rn_f16x2_f32(high, low) : ptx::cvt_rn_bf16x2_f32(high, low);
 }
 
 // Where a slot's row is, and how much of it counts.
@@ -40,7 +56,7 @@ class SlotReduction {
     static constexpr uint32_t num_parts = ceil_div(num_chunks, warp_size);
 
  public:
-    // out: bf16 [num_tokens, hidden].
+    // out: bf16 or fp16 [num_tokens, hidden].
     __device__ SlotReduction(void* out, uint32_t num_tokens, const FindRow& find_row)
         : out_(out), num_items_(num_tokens * num_parts), find_row_(find_row) {}
 
@@ -85,13 +101,14 @@ class SlotReduction {
             for (uint32_t j = 0; j < loads_at_once; ++j) {
                 if ((used >> (first + j) & 1) == 0) continue;
                 const float slot_weight = __shfl_sync(full_warp, slot.weight, first + j);
-                if (is_valid) add_weighted(sums, rows[j], slot_weight);
+                if (is_valid) add_weighted<Config::is_fp16>(sums, rows[j], slot_weight);
             }
         }
         if (is_valid) {
+            constexpr bool is_fp16 = Config::is_fp16;
             static_cast<uint4*>(out_)[uint64_t{token_idx} * num_chunks + chunk_idx] = {
-                ptx::cvt_rn_bf16x2_f32(sums[1], sums[0]), ptx::cvt_rn_bf16x2_f32(sums[3], sums[2]),
-                ptx::cvt_rn_bf16x2_f32(sums[5], sums[4]), ptx::cvt_rn_bf16x2_f32(sums[7], sums[6])};
+                rounded_pair<is_fp16>(sums[1], sums[0]), rounded_pair<is_fp16>(sums[3], sums[2]),
+                rounded_pair<is_fp16>(sums[5], sums[4]), rounded_pair<is_fp16>(sums[7], sums[6])};
         }
     }
 

@@ -18,7 +18,8 @@ tokens, the result is also compared with published.json. Compiled kernels go to 
 
 With --trace one more call of each size is recorded by a kernel that takes time stamps
 (deep_moe.trial.trace): its phases are part of the results and printed behind each model, and
-everything that every warp did, on all ranks, is written as a Chrome trace, a file for each size.
+everything that every warp did, on all ranks, is written as a Chrome trace, a file for each size;
+with --html as a page for any browser.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from deep_moe.cli.options import make_shape, parse_overrides, pool_rows
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.tokens import TOKEN_FORMATS
+from deep_moe.traces.page import write_page
 from deep_moe.trial import trace
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.rank_processes import run_in_group, run_on_ranks
@@ -134,6 +136,12 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         metavar="FILE.json.gz",
         help="record a call too; model and tokens are added to the file's name",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE.html",
+        help="record a call too, as a page for any browser; named as --trace's files",
     )
     parser.add_argument("--override", action="append", help="FIELD=VALUE of the config")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
@@ -269,9 +277,8 @@ def model_results(
         for name, of_path in times.items():
             of_path["cosine_distance"] = distances[name]
             result[name] = of_path | {"times_slower": of_path["us"] / result["us"]}
-        if arguments.trace is not None:
-            path = trace_path(arguments.trace, result["model"], num_tokens)
-            result["trace"] = traced(fused, arguments, path)
+        if arguments.trace is not None or arguments.html is not None:
+            result["trace"] = traced(fused, arguments, result["model"], num_tokens)
         yield result
     fused.close()
 
@@ -384,8 +391,11 @@ def trace_path(path: Path, model: str, num_tokens: int) -> Path:
     return path.with_name(f"{name}-{model}-{num_tokens}{dot}{endings}")
 
 
-def traced(fused: TimedLayer, arguments: argparse.Namespace, path: Path) -> dict[str, Any]:
-    """Where the time of a call goes, on all ranks; the first of them writes the trace."""
+def traced(
+    fused: TimedLayer, arguments: argparse.Namespace, model: str, num_tokens: int
+) -> dict[str, Any]:
+    """Where the time of a call goes, on all ranks; the first of them writes the trace and the page
+    that are asked for."""
     with trace.record(fused.buffer) as (recorder,):
         timed(fused_call(fused, arguments), arguments.warmup, 1, fused.buffer.device)
         own = recorder.collect()
@@ -393,7 +403,12 @@ def traced(fused: TimedLayer, arguments: argparse.Namespace, path: Path) -> dict
     dist.all_gather_object(gathered, own)
     ranks = trace.aligned(gathered)
     if dist.get_rank() == 0:
-        trace.write_chrome_trace(ranks, path)
+        if arguments.trace is not None:
+            trace.write_chrome_trace(ranks, trace_path(arguments.trace, model, num_tokens))
+        if arguments.html is not None:
+            page = trace_path(arguments.html, model, num_tokens)
+            title = f"{model}, {num_tokens} tokens per rank"
+            write_page(trace.timeline_of(ranks), page, title=title)
     return trace.breakdown(ranks)
 
 

@@ -43,11 +43,13 @@ class GpuUsage:
 
     Attributes:
         rank: whose it is.
+        begin_ns: what %globaltimer said when the run began.
         units: by name: "memory", "L2", "links in", "links out" and "tensor cores", whose share is
             that of all SMs.
     """
 
     rank: int
+    begin_ns: int
     units: Mapping[str, UnitUsage]
 
 
@@ -55,6 +57,7 @@ def decode_usage(text: str) -> list[GpuUsage]:
     return [
         GpuUsage(
             one.pop("rank"),
+            one.pop("begin_ns"),
             {
                 name: UnitUsage(unit["step"] / 1e3, tuple(unit["shares"]))
                 for name, unit in one.items()

@@ -18,7 +18,7 @@ import typer
 from deep_moe import __version__
 from deep_moe.errors import DeepMoEError
 
-from . import cache, config, doctor, fuzz, run, time, trace, tune, warmup
+from . import cache, config, doctor, fuzz, run, time, timeline, trace, tune, warmup
 from .options import MODELS
 from .output import print_error, print_json
 from .packages import remedy
@@ -33,6 +33,7 @@ app.command("run")(run.run)
 app.command("config")(config.config)
 app.command("fuzz")(fuzz.fuzz)
 app.command("time")(time.time)
+app.command("timeline")(timeline.timeline)
 app.command("trace")(trace.trace)
 app.command("tune")(tune.tune)
 app.command("warmup")(warmup.warmup)

@@ -24,6 +24,12 @@ MODELS = ", ".join(PRESETS)
 MAX_SEED = 2**63 - 1  # as large as ranks can still be added to in 64 bits
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html", dir_okay=False, help="Also write the timeline as a page that any browser shows."
+    ),
+]
 ArchOption = Annotated[
     str | None,
     typer.Option(

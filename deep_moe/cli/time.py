@@ -9,12 +9,13 @@ import typer
 
 from deep_moe.weights import DEFAULT_WEIGHTS
 
-from .checks import check_call
+from .checks import check_call, check_output_file
 from .options import (
     ActivationOption,
     ClampOption,
     ExpertsOption,
     HiddenOption,
+    HtmlOption,
     IntermediateOption,
     JsonOption,
     MaxTokensOption,
@@ -35,8 +36,10 @@ from .options import (
     pool_rows,
 )
 from .output import new_table, print_json, stderr, stdout
+from .trace import facts_of_shape, title_of
 
 if TYPE_CHECKING:
+    from deep_moe.traces.timeline import Timeline
     from deep_moe.trial.simulated import SimulatedCall
 
 ChipOption = Annotated[
@@ -69,6 +72,14 @@ def time(
         typer.Option("--clock-mhz", min=1, help="A measured clock, instead of the chip's law."),
     ] = None,
     override: OverrideOption = None,
+    phases: Annotated[
+        bool,
+        typer.Option(
+            "--phases/--no-phases",
+            help="What bounds each phase: simulates a second call, whose kernel takes time stamps.",
+        ),
+    ] = True,
+    html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """How long one call takes on a chip's clock, and what bounds it, without a GPU.
@@ -76,6 +87,10 @@ def time(
     The kernel runs in the emulator, warp by warp, without the products; docs/clock.md says how
     far its times have been from measured ones. A call of a whole model takes minutes.
     """
+    if html is not None:
+        check_output_file("--html", html)
+        if not phases:
+            raise typer.BadParameter("--html shows the phases: it must be without --no-phases")
     counts = parse_tokens(tokens, ranks)
     from deep_moe.emulator import chips
 
@@ -106,20 +121,34 @@ def time(
 
     with stderr().status("simulating") as status:
 
-        def progress(num_instructions: int) -> None:
-            status.update(f"simulating: {num_instructions / 1e6:.0f} million warp instructions")
+        def simulate(what: str, *, traced: bool) -> SimulatedCall:
+            def progress(num_instructions: int) -> None:
+                status.update(f"{what}: {num_instructions / 1e6:.0f} million warp instructions")
 
-        call = simulate_call(
-            shape,
-            counts,
-            on,
-            seed=seed,
-            progress=progress,
-            activation=applied,
-            num_sms=sms,
-            overrides=overrides,
-        )
+            return simulate_call(
+                shape,
+                counts,
+                on,
+                seed=seed,
+                traced=traced,
+                progress=progress,
+                activation=applied,
+                num_sms=sms,
+                overrides=overrides,
+            )
+
+        call = simulate("simulating", traced=False)
+        recorded = simulate("simulating the phases", traced=True) if phases else None
     facts = facts_of(call)
+    of_phases = None
+    if recorded is not None:
+        of_phases, timeline = recorded_phases(recorded, {"chip": chip, **facts_of_shape(shape)})
+        facts["phases"] = of_phases
+        if html is not None:
+            from deep_moe.traces.page import write_page
+
+            write_page(timeline, html, title=title_of(model, ranks, tokens))
+            facts["html"] = str(html)
     if as_json:
         print_json({"shape": asdict(shape), "tokens": counts, "chip": chip, **facts})
         return
@@ -132,20 +161,65 @@ def time(
     for name, share in facts["shares"].items():
         shares.add_row(name, f"{100 * share:.0f}")
     stdout().print(shares)
-    kinds = list(next(iter(facts["roles"].values())))
+    if of_phases is not None:
+        _print_phases(of_phases)
+    roles = facts["roles"].values()
+    kinds = [kind for kind in next(iter(roles)) if any(times[kind] >= 0.05 for times in roles)]
     spent = new_table(
         "us of a role's mean warp, rank 0", "", *kinds, right=tuple(kinds), whole=("",)
     )
     for role, times in facts["roles"].items():
         spent.add_row(role, *(f"{times[kind]:.1f}" for kind in kinds))
     stdout().print(spent)
+    if html is not None:
+        stdout().print(f"\nwritten: {html}", soft_wrap=True)
 
 
-BOUND_SHARE = 0.6  # of what a unit can do, from which it is said to bound a call
+def recorded_phases(
+    call: SimulatedCall, facts: dict[str, str]
+) -> tuple[list[dict[str, Any]], Timeline]:
+    """What bounds each phase of a recorded call, and the call as a page shows it, with `facts`."""
+    from deep_moe.trial.phases import longest_wait, phase_bounds
+    from deep_moe.trial.trace import aligned, timeline_of, usage_series
+
+    on_one_clock = aligned(call.traces)
+    usage = usage_series(call.usage, on_one_clock, call.chip)
+    timeline = timeline_of(on_one_clock, usage=usage, facts=facts)
+    phases = phase_bounds(on_one_clock, timeline)
+    for phase in phases:
+        role, step, us = longest_wait(phase, timeline)
+        phase["longest_wait"] = {"role": role, "step": step, "us": us}
+    return phases, timeline
+
+
+def _print_phases(phases: list[dict[str, Any]]) -> None:
+    units = list(phases[0]["shares"])
+    numbers = ("us", *(f"{unit}\n%" for unit in units))
+    table = new_table(
+        "phases, and what bounds them",
+        "",
+        *numbers,
+        "bound by",
+        "longest wait of those who compute, mean us",
+        right=numbers,
+        whole=("",),
+    )
+    for phase in phases:
+        wait = phase["longest_wait"]
+        table.add_row(
+            phase["name"],
+            f"{phase['us']:.1f}",
+            *(f"{100 * phase['shares'][unit]:.0f}" for unit in units),
+            phase["bound_by"],
+            f"{wait['role']}: {wait['step']} {wait['us']:.1f}" if wait["step"] else "",
+        )
+    stdout().print(table)
 
 
 def facts_of(call: SimulatedCall) -> dict[str, Any]:
     """What is said of a call: times in microseconds, shares of the slowest rank's GPU."""
+    from deep_moe.trial.phases import bound_by
+
     slowest = max(call.launches, key=lambda launch: launch.ns)
     chip = call.chip
     shares = {
@@ -154,7 +228,6 @@ def facts_of(call: SimulatedCall) -> dict[str, Any]:
         "links": slowest.link_bytes / slowest.ns / chip.value("link_gb_per_s"),
         "L2": slowest.l2_bytes / slowest.ns / chip.value("l2_gb_per_s"),
     }
-    busiest = max(shares, key=lambda name: shares[name])
     first = min(call.launches, key=lambda launch: launch.rank)
     roles = {
         role: {
@@ -168,7 +241,7 @@ def facts_of(call: SimulatedCall) -> dict[str, Any]:
         "kernel_us": call.kernel_us,
         "us_of_ranks": [launch.ns / 1e3 for launch in call.launches],
         "clock_mhz": slowest.clock_mhz,
-        "bound_by": busiest if shares[busiest] >= BOUND_SHARE else "latencies",
+        "bound_by": bound_by(shares),
         "shares": shares,
         "roles": roles,
     }

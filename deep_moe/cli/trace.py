@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from .options import (
     ClampOption,
     ExpertsOption,
     HiddenOption,
+    HtmlOption,
     IntermediateOption,
     JsonOption,
     MaxTokensOption,
@@ -43,6 +44,8 @@ from .run import Device, arch_of
 if TYPE_CHECKING:
     from deep_moe.emulator import Chip
     from deep_moe.heuristics import MoEShape
+    from deep_moe.traces.timeline import Series
+    from deep_moe.trial.simulated import SimulatedCall
     from deep_moe.trial.synthetic import LayerParts, Tokens
     from deep_moe.trial.trace import RankTrace
 
@@ -97,6 +100,7 @@ def trace(
     warmup: Annotated[
         int, typer.Option("--warmup", min=0, help="Calls before the recorded one, on GPUs.")
     ] = 3,
+    html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Record one call of a random layer on all ranks: a table of its phases, and a trace file.
@@ -104,9 +108,11 @@ def trace(
     Without --chip the emulator has no time. It counts the instructions of warps, and the trace file
     has one as a nanosecond: the order of things is real, their durations are not. With --chip its
     time is simulated (docs/clock.md), without the products. Open the file at ui.perfetto.dev or
-    chrome://tracing.
+    chrome://tracing, or the page that --html or `deep-moe timeline` writes in any browser.
     """
     check_output_file("FILE", file)
+    if html is not None:
+        check_output_file("--html", html)
     if path == LayerPath.split_path:
         raise typer.BadParameter(
             "--path must be fused or throughput; low-latency calls are traced by layers with "
@@ -119,6 +125,7 @@ def trace(
     counts = parse_tokens(tokens, ranks)
     from deep_moe.targets import EMULATED, target_of
 
+    output = TraceOutput(file, html, title_of(model, ranks, tokens), as_json)
     on_chip = None if chip is None else _chip_of(chip, arch)
     if on_chip is not None:
         arch, num_sms = on_chip.arch, num_sms or int(on_chip.value("num_sms"))
@@ -162,12 +169,12 @@ def trace(
     }
     if on_chip is not None:
         with stderr().status(f"simulating the fused kernel on {chip}"):
-            recorded = list(
-                simulated.simulate_call(
-                    shape, counts, on_chip, seed=seed, traced=True, **call
-                ).traces
+            simulated_call = simulated.simulate_call(
+                shape, counts, on_chip, seed=seed, traced=True, **call
             )
-        _show(file, shape, counts, recorded, "microseconds", as_json)
+        facts = {"chip": on_chip.name, **facts_of_shape(shape)}
+        recorded = list(simulated_call.traces)
+        _show(output, shape, counts, recorded, "microseconds", facts, simulated_call)
         return
     scale_block = target_of(arch).weights_of(shape.weights, shape.token_format).scale_block
     layer: LayerParts
@@ -179,14 +186,14 @@ def trace(
         random_tokens(shape, count, seed=seed + 1 + rank) for rank, count in enumerate(counts)
     ]
     if path == LayerPath.throughput_path:
-        _trace_throughput(file, shape, layer, inputs, device, warmup, call, as_json)
+        _trace_throughput(output, shape, layer, inputs, device, warmup, call)
         return
     with stderr().status("running the fused kernel"):
         if device == Device.cuda:
             recorded = trial.trace_processes(shape, layer, inputs, num_warmup=warmup, **call)
         else:
             recorded = trial.trace_emulated_ranks(shape, layer, inputs, **call)
-    _show(file, shape, counts, recorded, unit_of(device), as_json)
+    _show(output, shape, counts, recorded, unit_of(device), facts_of_shape(shape))
 
 
 def _chip_of(name: str, arch: str | None) -> Chip:
@@ -199,25 +206,84 @@ def _chip_of(name: str, arch: str | None) -> Chip:
     return chip
 
 
+@dataclass(frozen=True)
+class TraceOutput:
+    """Where a trace goes. html: a page, if one is asked for."""
+
+    file: Path
+    html: Path | None
+    title: str
+    as_json: bool
+
+    @property
+    def files(self) -> dict[str, str]:
+        """What is written, by name."""
+        found = {"file": str(self.file)}
+        return found if self.html is None else {**found, "html": str(self.html)}
+
+    def show_files(self) -> None:
+        """For people."""
+        stdout().print(f"\nwritten: {', '.join(self.files.values())}", soft_wrap=True)
+
+
+def title_of(model: str | None, ranks: int, tokens: str) -> str:
+    """Of a page.
+
+    >>> title_of("deepseek-v4-flash", 2, "16"), title_of(None, 1, "16")
+    ('deepseek-v4-flash, 2 ranks, 16 tokens each', 'a small layer, 1 rank, 16 tokens')
+    """
+    of_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    each = "" if ranks == 1 or "," in tokens else " each"
+    return f"{model or 'a small layer'}, {of_ranks}, {tokens} tokens{each}"
+
+
+def facts_of_shape(shape: MoEShape) -> dict[str, str]:
+    """What a page says of the layer."""
+    formats = f"{shape.weights} beside {shape.token_format} tokens"
+    return {"weights": formats, "experts": f"{shape.num_experts}, top-{shape.num_topk}"}
+
+
 def _show(
-    file: Path,
+    output: TraceOutput,
     shape: MoEShape,
     counts: list[int],
     recorded: list[RankTrace],
     unit: str,
-    as_json: bool,
+    facts: dict[str, str],
+    simulated: SimulatedCall | None = None,
 ) -> None:
-    from deep_moe.trial.trace import aligned, breakdown, table, write_chrome_trace
+    from deep_moe.trial.trace import (
+        aligned,
+        breakdown,
+        table,
+        timeline_of,
+        usage_series,
+        write_chrome_trace,
+    )
 
     on_one_clock = aligned(recorded)
-    write_chrome_trace(on_one_clock, file)
+    short = short_unit(unit)
+    usage: list[Series] = []
+    if simulated is not None:
+        usage = usage_series(simulated.usage, on_one_clock, simulated.chip)
+    write_chrome_trace(on_one_clock, output.file, unit=short, usage=usage)
+    if output.html is not None:
+        from deep_moe.traces.page import write_page
+
+        timeline = timeline_of(on_one_clock, unit=short, usage=usage, facts=facts)
+        write_page(timeline, output.html, title=output.title)
     phases = breakdown(on_one_clock)
-    if as_json:
-        facts = {"shape": asdict(shape), "tokens": counts, "file": str(file)}
-        print_json({**facts, "unit": unit, **phases})
+    if output.as_json:
+        said = {"shape": asdict(shape), "tokens": counts, **output.files}
+        print_json({**said, "unit": unit, **phases})
     else:
         stdout().print(table({"": phases}, unit=unit), soft_wrap=True)
-        stdout().print(f"\nwritten: {file}", soft_wrap=True)
+        output.show_files()
+
+
+def short_unit(unit: str) -> str:
+    """As traces have it."""
+    return "us" if unit == "microseconds" else unit
 
 
 def unit_of(device: Device) -> str:
@@ -226,17 +292,16 @@ def unit_of(device: Device) -> str:
 
 
 def _trace_throughput(
-    file: Path,
+    output: TraceOutput,
     shape: MoEShape,
     layer: LayerParts,
     inputs: list[Tokens],
     device: Device,
     warmup: int,
     call: dict[str, Any],
-    as_json: bool,
 ) -> None:
     from deep_moe.trial import throughput_calls
-    from deep_moe.trial.split_trace import summary, write_split_trace
+    from deep_moe.trial.split_trace import split_timeline, summary, write_split_trace
 
     with stderr().status("running the throughput path"):
         if device == Device.cuda:
@@ -245,17 +310,22 @@ def _trace_throughput(
             )
         else:
             recorded = throughput_calls.trace_emulated_throughput(shape, layer, inputs, **call)
-    write_split_trace(recorded, file)
-    found = summary(recorded)
-    if as_json:
-        counts = [own.num_tokens for own in inputs]
-        facts = {"shape": asdict(shape), "tokens": counts, "file": str(file)}
-        print_json({**facts, "unit": unit_of(device), **found})
-        return
     unit = unit_of(device)
+    write_split_trace(recorded, output.file, unit=short_unit(unit))
+    if output.html is not None:
+        from deep_moe.traces.page import write_page
+
+        timeline = split_timeline(recorded, unit=short_unit(unit), facts=facts_of_shape(shape))
+        write_page(timeline, output.html, title=f"{output.title}, throughput path")
+    found = summary(recorded)
+    if output.as_json:
+        counts = [own.num_tokens for own in inputs]
+        said = {"shape": asdict(shape), "tokens": counts, **output.files}
+        print_json({**said, "unit": unit, **found})
+        return
     table = new_table("kernels, and phases of a CTA in the mean", "", unit, right=(unit,))
     for part in ("kernels", "phases"):
         for name, duration in found[part].items():
             table.add_row(name, f"{duration:.1f}")
     stdout().print(table)
-    stdout().print(f"\nwritten: {file}", soft_wrap=True)
+    output.show_files()

@@ -97,7 +97,7 @@ class SymmBuffer(RankBuffer):
         self.y_row_bytes = Y_BYTES * shape.hidden
         self.statistics_bytes = STATISTICS_BYTES * shape.num_experts_per_rank
         self.caches = CallCaches()
-        # While calls are recorded: see deep_moe/trial/trace.py.
+        # While calls are recorded: see deep_moe/trial/trace/.
         self.recorder: Recorder | None = None
 
     def __repr__(self) -> str:

@@ -623,7 +623,7 @@ class _WorkSpace(RankBuffer):
         super().__init__("GroupedExperts", work_space_layout(shape), memory, None)
         self.shape = shape
         self.caches = CallCaches()
-        # While calls are recorded: see deep_moe/trial/trace.py.
+        # While calls are recorded: see deep_moe/trial/trace/.
         self.recorder: Recorder | None = None
 
 

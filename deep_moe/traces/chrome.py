@@ -7,10 +7,14 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from .timeline import Series
 
-def write_events(events: Iterable[str], path: str | Path) -> None:
-    """A trace of these events; compressed if the name ends in .gz."""
-    text = '{"displayTimeUnit":"ns","traceEvents":[\n' + ",\n".join(events) + "\n]}\n"
+
+def write_events(events: Iterable[str], path: str | Path, *, unit: str = "us") -> None:
+    """A trace of these events; compressed if the name ends in .gz. unit: of 1000 ns, for
+    `read_trace`."""
+    head = f'{{"displayTimeUnit":"ns","otherData":{{"unit":"{unit}"}},"traceEvents":[\n'
+    text = head + ",\n".join(events) + "\n]}\n"
     if str(path).endswith(".gz"):
         with gzip.open(path, "wt", compresslevel=6, encoding="utf-8") as file:
             file.write(text)
@@ -40,3 +44,13 @@ def complete_event(
         f'{{"ph":"X","name":"{name}","pid":{pid},"tid":{tid},"ts":{start_ns / 1e3:.3f},'
         f'"dur":{(end_ns - start_ns) / 1e3:.3f},"args":{{{words}}}}}'
     )
+
+
+def counter_events(series: Series) -> Iterator[str]:
+    """How busy a unit was, in percent."""
+    for i, share in enumerate(series.shares.tolist()):
+        ts = (series.start_ns + i * series.step_ns) / 1e3
+        yield (
+            f'{{"ph":"C","name":"{series.name}","pid":{series.rank},"ts":{ts:.3f},'
+            f'"args":{{"percent":{100 * share:.1f}}}}}'
+        )

@@ -4,16 +4,21 @@ the steps of its experts between them, on one clock for each rank."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from deep_moe.split.profile import PhaseOfCta
 from deep_moe.split.throughput import AllToAll
 from deep_moe.traces.chrome import complete_event, process_name, thread_name, write_events
+from deep_moe.traces.related import relate
+from deep_moe.traces.timeline import Lane, Timeline, empty_spans, in_order
 
 from .trace import RankTrace, Recorder, chrome_events
+from .trace.timeline import rank_spans, step_names
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,47 @@ def summary(traces: Sequence[SplitTrace]) -> dict[str, Any]:
     }
 
 
-def write_split_trace(traces: Sequence[SplitTrace], path: str | Path) -> None:
+def write_split_trace(traces: Sequence[SplitTrace], path: str | Path, *, unit: str = "us") -> None:
     """For chrome://tracing and ui.perfetto.dev; compressed if the name ends in .gz. Each rank is
     two processes: its experts, whose threads are tracks of CTAs, and its all-to-all, whose threads
     are CTAs."""
-    write_events((event for trace in traces for event in _events(trace, len(traces))), path)
+    write_events(
+        (event for trace in traces for event in _events(trace, len(traces))), path, unit=unit
+    )
+
+
+def split_timeline(
+    traces: Sequence[SplitTrace], *, unit: str = "us", facts: Mapping[str, str] | None = None
+) -> Timeline:
+    """The same for a page: beside the roles of a CTA the phases of the all-to-all.
+
+    Args:
+        traces: of all ranks.
+        unit: of 1000 ns.
+        facts: what else is said of the call, by name.
+    """
+    names = step_names()
+    lanes: list[Lane] = []
+    parts = []
+    for trace in traces:
+        own, spans = rank_spans(trace.experts)
+        spans["lane"] += len(lanes)
+        lanes += own
+        parts.append(spans)
+        phases = [*trace.dispatch, *trace.combine]
+        spans = empty_spans(len(phases))
+        for i, phase in enumerate(phases):
+            lane = Lane(trace.rank, phase.cta, "all-to-all")
+            if lane not in lanes:
+                lanes.append(lane)
+            if phase.phase not in names:
+                names.append(phase.phase)
+            spans["lane"][i], spans["step"][i] = lanes.index(lane), names.index(phase.phase)
+            spans["start_ns"][i], spans["end_ns"][i] = phase.start_ns, phase.end_ns
+        parts.append(spans)
+    lanes, spans = in_order(lanes, np.concatenate(parts))
+    relate(lanes, names, spans)
+    return Timeline(lanes, names, spans, (), unit, facts or {})
 
 
 def _events(trace: SplitTrace, num_ranks: int) -> Iterator[str]:

@@ -129,10 +129,12 @@ EXPORT const char* dm_launch_times(Handle* h) {
     return h->text.c_str();
 }
 
-// What each GPU's units were busy with in the last run, as JSON: for each unit a step in
-// picoseconds and its shares, 0 to 1.
+// What each GPU's units were busy with in the last run, as JSON: what %globaltimer said when it
+// began, and for each unit a step in picoseconds and its shares, 0 to 1.
 EXPORT const char* dm_usage(Handle* h) {
-    h->text = h->machine.clock ? h->machine.clock->usage_as_json() : "[]";
+    h->text = "[]";
+    if (const auto& clock = h->machine.clock)
+        h->text = clock->usage_as_json(h->machine.virtual_ns - uint64_t(clock->last) / 1000);
     return h->text.c_str();
 }
 

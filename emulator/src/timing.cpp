@@ -292,10 +292,11 @@ std::string Timing::launches_as_json() const {
     return text + "]";
 }
 
-std::string Timing::usage_as_json() const {
+std::string Timing::usage_as_json(uint64_t begin_ns) const {
     std::string text = "[";
     for (const auto& [rank, gpu] : gpus_) {
-        text += format("%s{\"rank\": %u", text.size() > 1 ? ", " : "", rank);
+        text += format("%s{\"rank\": %u, \"begin_ns\": %llu", text.size() > 1 ? ", " : "", rank,
+                       (unsigned long long)begin_ns);
         const auto add = [&](const char* name, const UsageSeries& series, double num_units) {
             text +=
                 format(", \"%s\": {\"step\": %lld, \"shares\": [", name, (long long)series.step());

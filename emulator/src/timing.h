@@ -243,7 +243,7 @@ class Timing {
     std::string launches_as_json() const;
     bool keeps_waits = false;
     std::vector<WarpWait> waits;
-    std::string usage_as_json() const;
+    std::string usage_as_json(uint64_t begin_ns) const;
 
  private:
     void watch(GpuTime& gpu);

@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
+from deep_moe.traces.chrome_reader import read_trace
+from tests.traces.test_page import decoded
 
 SMALL = ["--experts", "4", "--topk", "2", "--hidden", "256", "--intermediate", "128"]
 
@@ -42,16 +44,54 @@ def test_a_measured_clock_takes_the_place_of_the_chips():
     assert slow["kernel_us"] > found()["kernel_us"]
 
 
+def test_each_phase_has_what_bounds_it(tmp_path: Path):
+    page = tmp_path / "call.html"
+    words = [*SMALL, "--tokens", "64", "--num-sms", "4"]
+    result = invoke("time", *words, "--json", "--html", str(page))
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    phases = found["phases"]
+    assert [phase["name"] for phase in phases] == ["dispatch", "Linear1", "Linear2", "combine"]
+    end = 0.0
+    for phase in phases:
+        assert phase["start_us"] == end
+        end = phase["end_us"]
+        assert phase["us"] == pytest.approx(end - phase["start_us"])
+        assert set(phase["shares"]) == set(found["shares"])
+        assert phase["bound_by"] in ("latencies", *phase["shares"])
+        for spent in phase["roles"].values():
+            assert sum(spent.values()) <= phase["us"] + 1e-6
+        assert phase["longest_wait"]["us"] <= phase["us"]
+    assert end == pytest.approx(found["kernel_us"], rel=0.25)
+    assert phases[1]["shares"]["tensor cores"] > phases[0]["shares"]["tensor cores"]
+    assert "Linear1 main loop" in phases[1]["roles"]["math"]
+    assert "pull" in phases[0]["roles"]["dispatch"]
+    header, _, series = decoded(page.read_text())
+    assert {one["name"] for one in header["series"]} >= {"memory", "L2", "links in", "links out"}
+    assert header["facts"]["chip"] == "h100"
+    assert all(0 <= share <= 1.001 for one in series for share in one)
+    assert "phases, and what bounds them" in invoke("time", *words).stdout
+    assert "phases" not in json.loads(invoke("time", *words, "--no-phases", "--json").stdout)
+    assert invoke("time", *words, "--no-phases", "--html", str(page)).exit_code == 2
+
+
 def test_a_trace_of_a_chip_is_in_microseconds(tmp_path: Path):
-    file = tmp_path / "call.json"
+    file, page = tmp_path / "call.json", tmp_path / "call.html"
     words = ["--tokens", "4", "--num-sms", "4", "--chip", "h100", "--json"]
-    result = invoke("trace", str(file), *SMALL, *words)
+    result = invoke("trace", str(file), *SMALL, *words, "--html", str(page))
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["unit"] == "microseconds"
     assert 5 < found["timeline"]["kernel ends"] < 60
     assert 1500 < found["sm_clock_mhz"] < 2000
-    assert file.stat().st_size > 1000
+    read = read_trace(file)
+    header, columns, series = decoded(page.read_text())
+    assert [one["name"] for one in header["series"]] == [one.name for one in read.series]
+    for ours, theirs in zip(series, read.series, strict=True):
+        assert ours == pytest.approx(theirs.shares, abs=1e-3)
+    assert columns["awaited"].tolist() == [
+        0 if other < 0 else other - i for i, other in enumerate(read.spans["awaited"].tolist())
+    ]
 
 
 def test_what_a_chip_cannot_do_is_refused(tmp_path: Path):

@@ -14,6 +14,7 @@ from deep_moe.trial import calls as trial
 from deep_moe.trial import synthetic
 from deep_moe.trial.real_size import LayerMadeByRanks, rank_layer
 from tests.pairs import formats, usual_pairs
+from tests.traces.test_page import decoded
 
 TINY = ["--hidden", "128", "--intermediate", "128"]
 
@@ -34,6 +35,34 @@ def test_a_call_is_recorded_on_every_rank(tmp_path: Path, arch: str):
     assert len(document["ranks"]) == 2
     events = json.loads(file.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
+
+
+@pytest.mark.parametrize("path", ["fused", "throughput"])
+def test_a_page_shows_what_the_file_holds(tmp_path: Path, path: str):
+    file, page, converted = (tmp_path / name for name in ("layer.json.gz", "a.html", "layer.html"))
+    words = ["--path", path, "--tokens", "5,3", "--arch", "sm_90a", "--num-sms", "2", "--json"]
+    result = invoke(str(file), *TINY, *words, "--html", str(page))
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["html"] == str(page)
+    assert "<title>a small layer, 2 ranks, 5,3 tokens" in page.read_text()
+    result = CliRunner().invoke(app, ["timeline", str(file), "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["page"] == str(converted)
+    headers, columns, _ = zip(*(decoded(one.read_text()) for one in (page, converted)), strict=True)
+    for name in ("unit", "lanes", "num_spans", "roles"):
+        assert headers[0][name] == headers[1][name], name
+    assert headers[0]["unit"] == "1000 warp instructions"
+    assert ("all-to-all" in headers[0]["roles"]) == (path == "throughput")
+    for name in ("duration", "expert", "m_block", "n_block", "rows", "awaited"):
+        assert columns[0][name].tolist() == columns[1][name].tolist(), name
+    assert (columns[0]["expert"] >= 0).any()
+
+
+def test_a_page_must_have_a_folder(tmp_path: Path):
+    words = ["--html", str(tmp_path / "none" / "a.html")]
+    result = invoke(str(tmp_path / "layer.json"), *TINY, *words)
+    assert result.exit_code == 2
+    assert "--html must lie in a folder that exists" in result.output.replace("│", "")
 
 
 def test_a_small_pool_is_recorded(tmp_path: Path):

@@ -214,6 +214,9 @@ def test_every_part_is_inside(installed: Path, source: Path):
         assert (package / name).is_file(), name
     tables = {path.name for path in (source / "heuristics" / "tables").glob("*.json")}
     assert {path.name for path in (package / "heuristics").glob("tables/*.json")} == tables
+    parts = {path.name for path in (source / "deep_moe" / "traces" / "page").iterdir()}
+    assert "timeline.html" in parts
+    assert {path.name for path in (package / "traces" / "page").iterdir()} == parts
     assert headers_below(package / "include") == headers_below(source / "include")
     assert len(list((package / "emulator").glob("*.so"))) == 1
 

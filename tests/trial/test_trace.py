@@ -19,6 +19,8 @@ from deep_moe.heuristics.sm90 import BLOCK_MS
 from deep_moe.targets import choose_config
 from deep_moe.trial import trace
 from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens
+from deep_moe.trial.trace.rank_trace import SPAN_DTYPE
+from deep_moe.trial.trace.recording import CTA_DTYPE, RECORD_DTYPE
 from tests.everyday import parametrize
 
 from ..kernels.layer_case import LayerCase
@@ -113,7 +115,7 @@ def test_every_track_is_there_and_ends(recorded: Recorded) -> None:
         if recorded.arch == "sm_100a":  # the even CTA of a pair issues the products of both
             expected -= {(cta, "math") for cta in range(1, num_ctas, 2)}
         assert present == expected
-        records = recorder.memory.numpy()[num_ctas * 64 :].view(trace._RECORD_DTYPE)
+        records = recorder.memory.numpy()[num_ctas * 64 :].view(RECORD_DTYPE)
         assert (records["step"] == end).sum() == len(expected)
 
 
@@ -247,7 +249,7 @@ def test_waits_are_of_the_phase_they_belong_to() -> None:
         (0, trace.tracks().number["dispatch"], step[name], 0, 1, 0, 0)
         for name in (*rank_barriers(), "await_counts")
     ]
-    spans = np.array(barriers + rows, trace._SPAN_DTYPE)
+    spans = np.array(barriers + rows, SPAN_DTYPE)
     rank = trace.RankTrace(0, (3, 2), True, spans, clock_error_ns=0.0, sm_clock_mhz=1e3, num_lost=1)
     assert trace.breakdown([rank])["tracks"]["math"] == {
         "wait for the first block": 7.0,
@@ -319,8 +321,8 @@ def test_gpu_clocks_come_out_on_one_clock(sm90: Recorded) -> None:
     memories = [recorder.memory.clone() for recorder in sm90.recorders]
     for recorder, memory in zip(sm90.recorders, memories, strict=True):
         raw, num_ctas = memory.numpy(), recorder.config.num_sms
-        ctas = raw[: num_ctas * 64].view(trace._CTA_DTYPE)
-        records = raw[num_ctas * 64 :].view(trace._RECORD_DTYPE).reshape(num_ctas, -1)
+        ctas = raw[: num_ctas * 64].view(CTA_DTYPE)
+        records = raw[num_ctas * 64 :].view(RECORD_DTYPE).reshape(num_ctas, -1)
         epoch_ns = 1_763_730_000_000_000_000 + int(rng.integers(0, 10**9))
         for cta in range(num_ctas):
             counter = int(rng.integers(0, 1 << 45))

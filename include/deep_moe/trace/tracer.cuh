@@ -6,7 +6,7 @@
 // move only once in a microsecond. Two anchors per CTA, pairs of both clocks read when the global
 // one has just moved, turn the one into the other.
 //
-// deep_moe/trial/trace.py reads the buffer, and the names of steps and tracks out of this file.
+// deep_moe/trial/trace/ reads the buffer, and the names of steps and tracks out of this file.
 #pragma once
 
 #include <cuda/std/cstdint>

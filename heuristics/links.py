@@ -65,6 +65,41 @@ def link_loads(shape: MoEShape, num_tokens: int, rates: ChipRates) -> tuple[Link
     )
 
 
+@dataclass(frozen=True)
+class WorkPerByte:
+    """Operations of the products for each byte that leaves a rank over links, and for how many the
+    chip's products take as long as its links do: with more, products can hide the links."""
+
+    flops: float
+    flops_to_hide_links: float
+
+    @property
+    def hides_links(self) -> bool:
+        return self.flops >= self.flops_to_hide_links
+
+
+def work_per_byte(shape: MoEShape, rates: ChipRates) -> WorkPerByte | None:
+    """Of a slot of a token, whose number cancels out; None where there is one rank.
+
+    6 * hidden * intermediate operations per slot, and, but for scales and slots of the own rank, a
+    byte per value there and two back: so never less than 2 * intermediate.
+
+    >>> shape = MoEShape(8, 384, 6, 7168, 3072, 8192)
+    >>> rates = ChipRates({"e4m3": 4.0e15, "bf16": 2.0e15}, 7e12, 700e9)
+    >>> found = work_per_byte(shape, rates)
+    >>> round(found.flops), round(found.flops_to_hide_links), found.hides_links
+    (6949, 5714, True)
+    """
+    if shape.num_ranks == 1:
+        return None
+    tokens, hidden = shape.tokens, shape.hidden
+    row_bytes = tokens.num_bytes(hidden) + 4 * tokens.num_row_words(hidden) + 2 * hidden
+    bytes_per_slot = row_bytes * (shape.num_ranks - 1) / shape.num_ranks
+    slots = (shape.num_topk + shape.num_shared_experts) / shape.num_topk  # shared ones stay
+    flops = 2 * shape.num_weights_per_expert * slots / bytes_per_slot
+    return WorkPerByte(flops, rates.flops[tokens.values] / rates.link_bytes)
+
+
 def _call_seconds(shape: MoEShape, num_tokens: int, rates: ChipRates) -> float:
     """Products or weights, whatever takes longer."""
     weights_per_expert = shape.num_weights_per_expert

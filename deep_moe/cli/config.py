@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from deep_moe.heuristics.links import LinkLoad
+    from deep_moe.heuristics.links import LinkLoad, WorkPerByte
     from deep_moe.targets import Explanation
     from deep_moe.targets.explain import MapRow, TuningReport
 
@@ -112,6 +112,8 @@ def config(
     for table in _tables(explanation):
         console.print(table)
         console.print()
+    if explanation.work_per_byte is not None:
+        console.print(_work_words(explanation.work_per_byte))
     console.print(f"tuning: {_tuning_outcome(explanation.tuning)}")
 
 
@@ -129,6 +131,14 @@ def _links_table(loads: Sequence[LinkLoad]) -> Table:
             load.phase, format_bytes(load.num_bytes), f"{load.us:.1f}", f"{load.share:.0%}"
         )
     return table
+
+
+def _work_words(work: WorkPerByte) -> str:
+    verdict = "products can hide the links" if work.hides_links else "links take longer"
+    return (
+        f"work per byte over links: {work.flops:,.0f} operations; the chip needs "
+        f"{work.flops_to_hide_links:,.0f} to hide them: {verdict}"
+    )
 
 
 def _tables(explanation: Explanation) -> list[Table]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from deep_moe.heuristics.links import LinkLoad, link_loads
+from deep_moe.heuristics.links import LinkLoad, WorkPerByte, link_loads, work_per_byte
 from deep_moe.heuristics.segments import Layout, ceil_div
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayerKey
 
@@ -107,6 +107,7 @@ class Explanation:
     symm_buffer_bytes: int
     schedule: Schedule
     links: tuple[LinkLoad, ...]
+    work_per_byte: WorkPerByte | None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers; an infinite clamp becomes None."""
@@ -145,6 +146,7 @@ def explain(config: MegaMoEConfig) -> Explanation:
         symm_buffer_bytes=symm.num_bytes,
         schedule=_schedule(config, decision.num_tokens),
         links=link_loads(config.shape, decision.num_tokens, config.target.rates),
+        work_per_byte=work_per_byte(config.shape, config.target.rates),
     )
 
 

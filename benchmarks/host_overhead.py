@@ -174,7 +174,7 @@ class Layers:
     def arguments(self, i: int) -> tuple[Any, Any]:
         """The part of a call that makes the kernel's arguments."""
         l1, l2 = self.weights[i]
-        return prepare_call(self.ys[i], l1, l2, self.buffer, None, {})
+        return prepare_call(self.ys[i], l1, l2, self.buffer, {}, {})
 
 
 # Seconds of every call, by batch.

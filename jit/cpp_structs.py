@@ -32,10 +32,12 @@ _MEMBER = re.compile(
 
 class CppStruct(ctypes.Structure):
     """A struct of the header library. cpp_name: in the namespace deep_moe. cpp_alignment: bytes, of
-    which the size is a multiple."""
+    which the size is a multiple. has_tensors: of a kernel's arguments that are kept for further
+    calls, whether members are set that not every call sets."""
 
     cpp_name: str
     cpp_alignment: int
+    has_tensors = False
 
 
 def constant(header: str, name: str) -> int:

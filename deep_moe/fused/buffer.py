@@ -18,7 +18,7 @@ from deep_moe.targets import EMULATED, Target
 from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 
 from .call_plan import CallCaches
-from .checks import STATISTICS_BYTES, Y_BYTES, refuse_gradients
+from .checks import Y_BYTES, refuse_gradients
 from .gpu import gpu_of
 from .rank_buffer import ClosedBufferError, RankBuffer
 from .symm_memory import (
@@ -95,7 +95,6 @@ class SymmBuffer(RankBuffer):
         self.topk_idx = self._view("input_topk_idx", torch.int64)
         self.topk_weights = self._view("input_topk_weights", torch.float32)
         self.y_row_bytes = Y_BYTES * shape.hidden
-        self.statistics_bytes = STATISTICS_BYTES * shape.num_experts_per_rank
         self.caches = CallCaches()
         # While calls are recorded: see deep_moe/trial/trace/.
         self.recorder: Recorder | None = None

@@ -1,8 +1,8 @@
 """What a call works out from its arguments: the kernel, and what the kernel is given.
 
 What is worked out once is kept. A buffer's `CallCaches` have a `CallPlan` by the options, the
-tokens that the call expects and the form of y and of the statistics, and the kernel's arguments by
-the config and the weights. Weights are known if they are the very tensors of an earlier call, where
+tokens that the call expects and the forms of y and other tensors, and the kernel's arguments by the
+config and the weights. Weights are known if they are the very tensors of an earlier call, where
 they were then, or others of the same addresses and forms. So what is found is what would be made
 anew, and arguments that are not allowed never find anything. Kernels are kept for all buffers.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -34,9 +34,9 @@ from deep_moe.targets.config import MegaMoEConfig
 from deep_moe.tensor_memory import Extent, OccupiedMemory, check_dense, check_memory
 
 from .bounded_cache import BoundedCache
+from .call_tensors import CallTensors, KnownMemory, addresses_of, check_form
 from .checks import (
     BIAS_NAMES,
-    STATISTICS,
     WEIGHT_NAMES,
     Y_ALIGNMENT,
     Y_BYTES,
@@ -46,14 +46,13 @@ from .checks import (
     check_biases_form,
     check_expert_ids,
     check_output,
-    check_statistics,
     check_tensor,
     form,
 )
 from .config_chooser import ConfigChooser
 from .deployment import ChosenConfigs
 from .gpu import Gpu
-from .options import CallArguments, call_key, check_values, overrides_of
+from .options import CALL_TENSORS, CallArguments, call_key, check_values, overrides_of
 
 if TYPE_CHECKING:
     from .buffer import SymmBuffer
@@ -80,8 +79,7 @@ class CallCaches:
         self.plans: BoundedCache[tuple[Any, ...], CallPlan] = BoundedCache(_MAX_PLANS)
         self.known_tensors: BoundedCache[int, KnownTensors] = BoundedCache(_MAX_LAYERS)
         self.known_forms: BoundedCache[tuple[int, ...], KnownForms] = BoundedCache(_MAX_LAYERS)
-        # Statistics whose storage was looked at, and where they were.
-        self.known_stats: tuple[Callable[[], Any], int] = (lambda: None, 0)
+        self.known_memory: KnownMemory = {}
         self._config_numbers: dict[MegaMoEConfig, int] = {}
         self._numbers = count()
 
@@ -162,16 +160,18 @@ class CallMemory(LayerMemory, Protocol):
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What calls share that have the same options, expect as many tokens, and have y and statistics
-    of the same form.
+    """What calls share that have the same options, expect as many tokens, and have y and other
+    tensors of the same form.
 
-    config_number: of the caches that keep the arguments. is_checked: whether expert ids are looked
-    at. launcher: the kernel on a GPU, None in the emulator.
+    config_number: of the caches that keep the arguments. tensor_bytes: of `CallTensors`.
+    is_checked: whether expert ids are looked at. launcher: the kernel on a GPU, None in the
+    emulator.
     """
 
     config: MegaMoEConfig
     config_number: int = field(compare=False, kw_only=True)
     num_tokens: int
+    tensor_bytes: Mapping[str, int]
     is_checked: bool
     wait_timeout_ns: int
     launcher: CudaLauncher | None
@@ -182,7 +182,7 @@ def prepare_call(
     l1_weights: Pair,
     l2_weights: Pair,
     buffer: SymmBuffer,
-    stats: torch.Tensor | None,
+    tensors: CallTensors,
     options: CallArguments,
     biases: Biases | None = None,
 ) -> tuple[CallPlan, CppStruct]:
@@ -211,11 +211,11 @@ def prepare_call(
         recorder is None,
         y_address % Y_ALIGNMENT,
         *(y_shape, y.is_contiguous(), y.dtype, y.device),
-        None if stats is None else form(stats),
+        (*tensors, *map(form, tensors.values())) if tensors else None,
     )
     plan = buffer.caches.plans.get(key)
     if plan is None:
-        plan = _make_plan(key, y, buffer, stats, options, expected, is_uneven)
+        plan = _make_plan(key, y, buffer, tensors, options, expected, is_uneven)
     args, occupied = args_of_weights(plan, buffer, l1_weights, l2_weights, biases)
     y_bytes = plan.num_tokens * buffer.y_row_bytes
     # As check_memory, for a contiguous tensor.
@@ -225,11 +225,16 @@ def prepare_call(
     i = bisect_right(bounds, y_address)  # as occupied.refuse, which takes longer
     if i & 1 or (i < len(bounds) and bounds[i] < y_address + y_bytes):
         occupied.refuse("y", y_address, y_bytes)
-    if stats is None:
-        args.cumulative_local_expert_recv_stats = 0
-    else:
-        y_extent = (y_address, y_address + y_bytes)
-        args.cumulative_local_expert_recv_stats = _address_of(stats, y_extent, buffer, occupied)
+    if tensors:
+        y_end, known = y_address + y_bytes, buffer.caches.known_memory
+        found = addresses_of(tensors, plan.tensor_bytes, y_address, y_end, known, occupied)
+        for name in CALL_TENSORS:
+            setattr(args, name, found.get(name, 0))
+        args.has_tensors = True
+    elif args.has_tensors:  # an earlier call's
+        for name in CALL_TENSORS:
+            setattr(args, name, 0)
+        args.has_tensors = False
     if plan.is_checked:
         check_expert_ids(buffer, plan.num_tokens)
 
@@ -242,22 +247,6 @@ def prepare_call(
     return plan, args
 
 
-def _address_of(
-    stats: torch.Tensor, y_extent: tuple[int, int], buffer: SymmBuffer, occupied: OccupiedMemory
-) -> int:
-    """Of the statistics, which no other memory of the call may be."""
-    address, num_bytes = stats.data_ptr(), buffer.statistics_bytes
-    # Most calls have those of the call before; a freed storage has another address.
-    known, known_address = buffer.caches.known_stats
-    if known() is not stats or known_address != address:
-        check_memory(STATISTICS, stats)
-        buffer.caches.known_stats = (weakref.ref(stats), address)
-    occupied.refuse(STATISTICS, address, num_bytes)
-    if y_extent[0] < address + num_bytes and address < y_extent[1]:
-        raise ValueError(f"{STATISTICS} must not share memory with y; got a view of it")
-    return address
-
-
 def is_checked(options: CallArguments, buffer: SymmBuffer) -> bool:
     """Whether a call looks at what it reads, and the emulator for races."""
     checked = options.get("checked")
@@ -268,7 +257,7 @@ def _make_plan(
     key: tuple[Any, ...],
     y: torch.Tensor,
     buffer: SymmBuffer,
-    stats: torch.Tensor | None,
+    tensors: CallTensors,
     options: CallArguments,
     expected: int,
     is_uneven: bool,
@@ -286,8 +275,8 @@ def _make_plan(
             f"expected_tokens_per_rank must be 0 to num_max_tokens_per_rank ({most}); "
             f"got {expected}"
         )
-    if stats is not None:
-        check_statistics(stats, buffer)
+    for name, tensor in tensors.items():
+        check_form(name, tensor, CALL_TENSORS[name], buffer, y.shape[0])
     config = _choose_config(_chooser_on(target, buffer, options), expected, is_uneven)
     gpu = buffer.gpu
     if gpu is not None and config.num_sms > gpu.num_sms:
@@ -314,6 +303,7 @@ def _make_plan(
         config=config,
         config_number=buffer.caches.number_of(config),
         num_tokens=y.shape[0],
+        tensor_bytes={name: tensor.nbytes for name, tensor in tensors.items()},
         is_checked=is_checked(options, buffer),
         wait_timeout_ns=max(1, round(1e9 * _timeout_s(options, buffer))),
         launcher=None if gpu is None else cuda_launcher(config, gpu),

@@ -26,7 +26,6 @@ Biases = tuple[torch.Tensor, torch.Tensor]  # of both layers
 Y_ALIGNMENT = BIAS_ALIGNMENT = 16  # bytes, of bulk copies
 Y_BYTES = 2  # of a value of y
 STATISTICS = "cumulative_local_expert_recv_stats"
-STATISTICS_BYTES = 4  # of a value of them
 WEIGHT_NAMES = ("l1_weights[0]", "l1_weights[1]", "l2_weights[0]", "l2_weights[1]")
 BIAS_NAMES = ("l1_bias", "l2_bias")
 TOPK_IDX_DTYPES = (torch.int64, torch.int32)
@@ -209,12 +208,6 @@ def check_output(y: torch.Tensor, buffer: SymmBuffer) -> None:
         )
     check_contiguous("y", y)
     check_start("y", y, Y_ALIGNMENT)
-
-
-def check_statistics(stats: torch.Tensor, buffer: SymmBuffer) -> None:
-    expected = (buffer.shape.num_experts_per_rank,)
-    check_tensor(STATISTICS, stats, torch.int32, expected, buffer.device)
-    check_contiguous(STATISTICS, stats)
 
 
 def check_expert_ids(buffer: SymmBuffer, num_tokens: int) -> None:

@@ -23,7 +23,7 @@ from .buffer import SymmBuffer
 from .call_plan import choose_all, config_chooser, cuda_launcher
 from .checks import require_type
 from .compile_worker import CompileWork
-from .options import CallOptions, given_options, with_call_options
+from .options import CallOptions, given_options, with_plain_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,7 +83,7 @@ def _load(work: CompileWork, gpu: Gpu) -> None:
         input_preparation.cuda_launcher(preparation, gpu)
 
 
-@with_call_options
+@with_plain_options
 def compile_ahead(
     buffer: SymmBuffer,
     activation: str | Activation = DEFAULT_ACTIVATION,

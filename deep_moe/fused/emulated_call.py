@@ -15,8 +15,9 @@ from deep_moe.targets.config import MegaMoEConfig
 
 from .buffer import SymmBuffer, describe_difference
 from .call_plan import built_kernel, is_checked, prepare_call
-from .checks import BIAS_NAMES, STATISTICS, WEIGHT_NAMES, Biases, Pair
-from .options import CallArguments
+from .call_tensors import CallTensors
+from .checks import BIAS_NAMES, WEIGHT_NAMES, Biases, Pair
+from .options import CALL_TENSORS, CallArguments
 from .rank_buffer import RankBuffer
 from .symm_memory import HostMemory
 
@@ -33,12 +34,12 @@ def prepare_launch(
     l1_weights: Pair,
     l2_weights: Pair,
     buffer: SymmBuffer,
-    stats: torch.Tensor | None,
+    tensors: CallTensors,
     options: CallArguments,
     biases: Biases | None = None,
 ) -> MegaMoELaunch:
     """`prepare_call` for the emulator, which wants to know the kernel's memory."""
-    plan, args = prepare_call(y, l1_weights, l2_weights, buffer, stats, options, biases)
+    plan, args = prepare_call(y, l1_weights, l2_weights, buffer, tensors, options, biases)
     config = plan.config
     return MegaMoELaunch(
         buffer.rank,
@@ -48,7 +49,7 @@ def prepare_launch(
         config.smem_bytes,
         # Of its own: further calls with the buffer may be prepared before this one runs.
         type(args).from_buffer_copy(args),
-        _memory_regions(y, l1_weights, l2_weights, buffer, stats, biases),
+        _memory_regions(y, l1_weights, l2_weights, buffer, tensors, biases),
         config,
         smem_layout=config.smem_layout,
         warp_roles=config.warp_roles,
@@ -158,7 +159,7 @@ def call_emulated(
     l1_weights: Pair,
     l2_weights: Pair,
     buffer: SymmBuffer,
-    stats: torch.Tensor | None,
+    tensors: CallTensors,
     options: CallArguments,
     biases: Biases | None = None,
 ) -> None:
@@ -170,7 +171,7 @@ def call_emulated(
             "sym_buffer must be called through its EmulatedRanks: its other ranks live in this "
             "process too"
         )
-    launch = prepare_launch(y, l1_weights, l2_weights, buffer, stats, options, biases)
+    launch = prepare_launch(y, l1_weights, l2_weights, buffer, tensors, options, biases)
     config = launch.config
     run_rank(
         launch,
@@ -205,7 +206,7 @@ def _memory_regions(
     l1_weights: Pair,
     l2_weights: Pair,
     buffer: SymmBuffer,
-    stats: torch.Tensor | None,
+    tensors: CallTensors,
     biases: Biases | None,
 ) -> tuple[MemoryRegion, ...]:
     """What the kernel may touch."""
@@ -224,6 +225,6 @@ def _memory_regions(
         regions.append(of_tensor(name, tensor, is_writable=False))
     if buffer.recorder is not None and buffer.recorder.memory is not None:
         regions.append(of_tensor("trace", buffer.recorder.memory, is_writable=True))
-    if stats is not None:
-        regions.append(of_tensor(STATISTICS, stats, is_writable=True))
+    for name, tensor in tensors.items():
+        regions.append(of_tensor(name, tensor, is_writable=CALL_TENSORS[name].is_written))
     return tuple(region for region in regions if region.num_bytes)

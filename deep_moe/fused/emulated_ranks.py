@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +23,14 @@ from .buffer import SymmBuffer
 from .checks import STATISTICS, Biases, check_biases_given, check_weights, named_as, require_type
 from .emulated_call import finish_emulated, prepare_launch, require_memory
 from .mega_moe import with_numerics
-from .options import CallOptions, given_options, with_call_options
+from .options import (
+    OPTION_TENSORS,
+    CallOptions,
+    given_options,
+    given_tensors,
+    with_call_options,
+    without_tensors,
+)
 from .rank_buffer import RankBuffer, used
 from .symm_memory import private_host_memories
 
@@ -134,9 +141,10 @@ class EmulatedRanks:
         taking_part = range(self.shape.num_ranks) if ranks is None else ranks
         if mirrored:
             taking_part = (0,)
-        given = given_options("call", options)
+        tensors: dict[str, Sequence[torch.Tensor | None]] = given_tensors(options)
+        given = given_options("call", without_tensors(options))
         arguments = with_numerics(given, activation, activation_clamp, fast_math)
-        per_rank = {"ys": ys, "weights": weights, "stats": stats, "biases": biases}
+        per_rank = {"ys": ys, "weights": weights, "stats": stats, "biases": biases, **tensors}
         for name, values in per_rank.items():
             if values is None and name in ("stats", "biases"):
                 continue
@@ -148,7 +156,10 @@ class EmulatedRanks:
                     f"{name} must have one entry for each of the {self.shape.num_ranks} ranks; "
                     f"got {len(values)}"
                 )
-        self._refuse_shared_outputs(ys, stats)
+        self._refuse_shared_outputs(ys, stats, tensors)
+        names = {name: name for name in tensors}
+        if stats is not None:
+            tensors[STATISTICS], names[STATISTICS] = stats, "stats"
         checked = arguments.get("checked") is not False
         biases_of: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
         biases_of = biases or [(None, None)] * self.shape.num_ranks
@@ -157,7 +168,10 @@ class EmulatedRanks:
         with used(self.buffers):
             launches: list[RankLaunch] = []
             for rank in taking_part:
-                with named_as(_names_of(rank)):
+                own = ((name, each[rank]) for name, each in tensors.items())
+                of_rank = {name: tensor for name, tensor in own if tensor is not None}
+                own_names = {name: f"{words}[{rank}]" for name, words in names.items()}
+                with named_as({**_names_of(rank), **own_names}):
                     check_weights(weights[rank], self.shape, kernel, activation)
                     launches.append(
                         prepare_launch(
@@ -165,7 +179,7 @@ class EmulatedRanks:
                             weights[rank].l1,
                             weights[rank].l2,
                             self.buffers[rank],
-                            None if stats is None else stats[rank],
+                            of_rank,
                             arguments,
                             check_biases_given(*biases_of[rank], self.buffers[rank]),
                         )
@@ -188,15 +202,21 @@ class EmulatedRanks:
 
     @staticmethod
     def _refuse_shared_outputs(
-        ys: Sequence[torch.Tensor], stats: Sequence[torch.Tensor | None] | None
+        ys: Sequence[torch.Tensor],
+        stats: Sequence[torch.Tensor | None] | None,
+        tensors: Mapping[str, Sequence[torch.Tensor | None]],
     ) -> None:
-        """Raise if what one rank writes is in the memory of what another writes."""
+        """Raise if what one rank writes is in the memory of what another writes or is given."""
         outputs = {f"ys[{rank}]": y for rank, y in enumerate(ys)}
         outputs |= {f"stats[{rank}]": t for rank, t in enumerate(stats or ()) if t is not None}
-        for name, tensor in outputs.items():
+        inputs: dict[str, torch.Tensor] = {}
+        for name, each in tensors.items():
+            to = outputs if OPTION_TENSORS[name].is_written else inputs
+            to |= {f"{name}[{rank}]": t for rank, t in enumerate(each) if t is not None}
+        for name, tensor in {**outputs, **inputs}.items():
             require_type(name, tensor, torch.Tensor, "a tensor")
             check_dense(name, tensor)
-        refuse_shared_memory(outputs, {})
+        refuse_shared_memory(outputs, inputs)
 
     def reset(self) -> None:
         """Make all buffers usable again after a failed call."""
@@ -241,7 +261,6 @@ def _names_of(rank: int) -> dict[str, str]:
         "weights": f"weights[{rank}]",
         "l1_weights": f"weights[{rank}].l1",
         "l2_weights": f"weights[{rank}].l2",
-        STATISTICS: f"stats[{rank}]",
         "l1_bias": f"biases[{rank}][0]",
         "l2_bias": f"biases[{rank}][1]",
     }

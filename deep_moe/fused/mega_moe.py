@@ -1,10 +1,10 @@
 """The call as users and PyTorch see it: `mega_moe`, DeepGEMM's name for its first format, and the
 operator.
 
-For PyTorch it is one operator, `deep_moe::mega_moe`, which writes `y` and `stats`; where nothing
-would see the operator (eager.py), a call does at once what the operator does. Under a compiler its
-inputs include the four views of the buffer that the caller fills. As a compiler turns writes
-into new tensors, they may then be other tensors, and are copied into the buffer first.
+For PyTorch it is one operator, `deep_moe::mega_moe`, which writes `y` and the statistics; where
+nothing would see the operator (eager.py), a call does at once what the operator does. Under a
+compiler its inputs include the four views of the buffer that the caller fills. As a compiler turns
+writes into new tensors, they may then be other tensors, and are copied into the buffer first.
 
 call_plan.py makes the kernel and its arguments, emulated_call.py runs them where there is no GPU.
 """
@@ -22,15 +22,16 @@ from deep_moe.weights.layers import MegaMoEWeights
 
 from .buffer import SymmBuffer
 from .call_plan import prepare_call
+from .call_tensors import NO_TENSORS, CallTensors, check_types, with_statistics
 from .checks import (
     NAMES_OF_LAYERS,
     RECIPE,
-    STATISTICS,
     Biases,
     Pair,
     check_biases_given,
     check_recipe,
     check_weights,
+    refuse_gradients,
     rename_argument,
     require_type,
     transformed_pair,
@@ -39,12 +40,17 @@ from .eager import is_seen_by_nobody
 from .emulated_call import call_emulated
 from .options import (
     OPERATOR_OPTIONS,
+    OPTION_TENSORS,
     CallArguments,
     CallOptions,
     from_operator,
     given_options,
+    given_tensors,
+    operator_tensors,
+    tensors_from_operator,
     to_operator,
     with_call_options,
+    without_tensors,
 )
 
 if TYPE_CHECKING:
@@ -115,7 +121,7 @@ def mega_moe(
             weights.l1,
             weights.l2,
             sym_buffer,
-            cumulative_local_expert_recv_stats,
+            with_statistics(cumulative_local_expert_recv_stats),
             activation,
             activation_clamp,
             fast_math,
@@ -180,7 +186,7 @@ def fp8_fp4_mega_moe(
         l1_weights,
         l2_weights,
         sym_buffer,
-        cumulative_local_expert_recv_stats,
+        with_statistics(cumulative_local_expert_recv_stats),
         activation,
         activation_clamp,
         fast_math,
@@ -196,7 +202,7 @@ def call_with_layers(
     l1_weights: Pair,
     l2_weights: Pair,
     sym_buffer: SymmBuffer,
-    stats: torch.Tensor | None,
+    given: CallTensors,
     activation: str | Activation,
     activation_clamp: float | None,
     fast_math: bool,
@@ -205,8 +211,12 @@ def call_with_layers(
     options: CallOptions,
     weights: MegaMoEWeights | None = None,
 ) -> None:
-    """What the function of that name does, whose weights are of the buffer's formats. weights:
-    whose layers they are, if that is known."""
+    """What the function of that name does, whose weights are of the buffer's formats. given: the
+    tensors that are no options. weights: whose layers they are, if that is known."""
+    of_call = given
+    if OPTION_TENSORS and options:
+        of_call = {**given, **given_tensors(options)}
+        options = without_tensors(options)
     is_direct = False
     if weights is not None or (
         isinstance(l1_weights, tuple)
@@ -216,16 +226,16 @@ def call_with_layers(
         tensors: tuple[torch.Tensor, ...] = (y,)
         if weights is None:
             tensors = (y, *l1_weights, *l2_weights)
-        if stats is not None or l1_bias is not None or l2_bias is not None:
-            others = [tensor for tensor in (stats, l1_bias, l2_bias) if tensor is not None]
-            tensors = (*tensors, *others)
+        if of_call:
+            tensors = (*tensors, *of_call.values())
+        if l1_bias is not None or l2_bias is not None:
+            tensors = (*tensors, *(bias for bias in (l1_bias, l2_bias) if bias is not None))
         is_direct = is_seen_by_nobody(tensors, weights)
     if not is_direct:  # otherwise they are tensors
         l1_weights = transformed_pair("l1_weights", l1_weights)
         l2_weights = transformed_pair("l2_weights", l2_weights)
         require_type("y", y, torch.Tensor, "a tensor")
-        if stats is not None:
-            require_type(STATISTICS, stats, torch.Tensor, "a tensor or None")
+        check_types(of_call)
     shape = sym_buffer.shape
     biases = None
     if shape.biases or l1_bias is not None or l2_bias is not None:
@@ -241,8 +251,10 @@ def call_with_layers(
         y.requires_grad or sym_buffer.topk_weights.requires_grad or sym_buffer.x.requires_grad
     ):
         sym_buffer.refuse_gradients(y)
+    if OPTION_TENSORS and of_call and torch.is_grad_enabled():
+        refuse_gradients(**of_call)
     if is_direct:
-        _run(y, l1_weights, l2_weights, sym_buffer, stats, arguments, biases)
+        _run(y, l1_weights, l2_weights, sym_buffer, of_call, arguments, biases)
         return
     sym_buffer.raise_if_closed()
     inputs = None
@@ -252,13 +264,13 @@ def call_with_layers(
     handle = sym_buffer.handle
     _mega_moe_op(
         y,
-        stats,
         *l1_weights,
         *l2_weights,
         handle,
         inputs=inputs,
         l1_bias=l1_bias,
         l2_bias=l2_bias,
+        **of_call,
         **to_operator(arguments),
     )
 
@@ -289,9 +301,9 @@ def with_numerics(
 # copy of it, which no other rank sees.
 torch.library.define(
     "deep_moe::mega_moe",
-    "(Tensor(a!) y, Tensor(b!)? stats, Tensor l1_weight, Tensor l1_weight_sf, Tensor l2_weight, "
+    "(Tensor(a!) y, Tensor l1_weight, Tensor l1_weight_sf, Tensor l2_weight, "
     "Tensor l2_weight_sf, int buffer_handle, *, Tensor[]? inputs=None, "
-    "Tensor? l1_bias=None, Tensor? l2_bias=None, "
+    f"{operator_tensors()}, Tensor? l1_bias=None, Tensor? l2_bias=None, "
     "str? activation=None, float[]? activation_parameters=None, float? activation_clamp=None, "
     f"bool? fast_math=None, {OPERATOR_OPTIONS}) -> ()",
 )
@@ -301,7 +313,6 @@ _mega_moe_op = torch.ops.deep_moe.mega_moe.default
 @torch.library.impl("deep_moe::mega_moe", "CompositeExplicitAutograd")
 def _mega_moe(
     y: torch.Tensor,
-    stats: torch.Tensor | None,
     l1_weight: torch.Tensor,
     l1_weight_sf: torch.Tensor,
     l2_weight: torch.Tensor,
@@ -316,10 +327,11 @@ def _mega_moe(
     buffer = SymmBuffer.of_handle(buffer_handle)
     if inputs is not None:
         _take_inputs(buffer, inputs)
+    of_call = tensors_from_operator(taken) if taken else NO_TENSORS
     arguments = from_operator(taken) if taken else _NO_ARGUMENTS
     l1_weights, l2_weights = (l1_weight, l1_weight_sf), (l2_weight, l2_weight_sf)
     biases = check_biases_given(l1_bias, l2_bias, buffer)
-    _run(y, l1_weights, l2_weights, buffer, stats, arguments, biases)
+    _run(y, l1_weights, l2_weights, buffer, of_call, arguments, biases)
 
 
 @torch.library.register_fake("deep_moe::mega_moe")
@@ -332,7 +344,7 @@ def _run(
     l1_weights: Pair,
     l2_weights: Pair,
     buffer: SymmBuffer,
-    stats: torch.Tensor | None,
+    tensors: CallTensors,
     arguments: CallArguments,
     biases: Biases | None,
 ) -> None:
@@ -343,9 +355,9 @@ def _run(
     try:
         gpu = buffer.gpu
         if gpu is None:
-            call_emulated(y, l1_weights, l2_weights, buffer, stats, arguments, biases)
+            call_emulated(y, l1_weights, l2_weights, buffer, tensors, arguments, biases)
             return
-        plan, args = prepare_call(y, l1_weights, l2_weights, buffer, stats, arguments, biases)
+        plan, args = prepare_call(y, l1_weights, l2_weights, buffer, tensors, arguments, biases)
         assert plan.launcher is not None
         plan.launcher.launch(args, plan.config.num_sms, gpu.current_stream())
     finally:

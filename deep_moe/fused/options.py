@@ -1,19 +1,23 @@
 """The options of a call. Each is written once, as a field of `CallOptions`; its type is checked, it
-stands in signatures and their documentation, and it travels through the operator, by that."""
+stands in signatures and their documentation, and it travels through the operator, by that. One that
+is a tensor is annotated `Annotated[OptionTensor, CallTensor(...)]`, and reaches the kernel by its
+name, too."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 from deep_moe.activations import ACTIVATIONS, Activation
 from deep_moe.heuristics.shape import require_int
 
-from .checks import require_type
+from .call_tensors import STATISTICS_TENSOR, CallTensor, CallTensors, check_types
+from .checks import STATISTICS, require_type
 
 
 class CallOptions(TypedDict, total=False):
@@ -78,21 +82,42 @@ OVERRIDES = "overrides"
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def _option_types() -> dict[str, _Type]:
-    """Of every option but `overrides`, from the annotations."""
-    found = {}
-    for name, hint in typing.get_type_hints(CallOptions).items():
-        if name != OVERRIDES:
+def _of_annotations() -> tuple[dict[str, _Type], dict[str, CallTensor]]:
+    """Of every option but `overrides`: those that are no tensors, and those that are."""
+    others, tensors = {}, {}
+    for name, hint in typing.get_type_hints(CallOptions, include_extras=True).items():
+        if name == OVERRIDES:
+            continue
+        if typing.get_origin(hint) is typing.Annotated:
+            (tensors[name],) = hint.__metadata__
+        else:
             (python_type,) = set(typing.get_args(hint)) - {types.NoneType}
-            found[name] = _TYPES[python_type]
-    return found
+            others[name] = _TYPES[python_type]
+    return others, tensors
 
 
-_OPTION_TYPES = _option_types()
+_OPTION_TYPES, OPTION_TENSORS = _of_annotations()
+# All that a call may be given, by the member of the kernel's arguments.
+CALL_TENSORS = {STATISTICS: STATISTICS_TENSOR, **OPTION_TENSORS}
+
+
+def given_tensors(options: CallOptions) -> dict[str, Any]:
+    """The options that are tensors, and not None."""
+    return {
+        name: value
+        for name, value in options.items()
+        if name in OPTION_TENSORS and value is not None
+    }
+
+
+def without_tensors(options: CallOptions) -> CallOptions:
+    left = {name: value for name, value in options.items() if name not in OPTION_TENSORS}
+    return cast("CallOptions", left)
 
 
 def given_options(function: str, options: CallOptions) -> CallArguments:
-    """The options that are not None, of the right types. function: whose they are, for errors."""
+    """The options that are not None, of the right types. function: whose they are, for errors; one
+    that takes tensors has taken them."""
     given: dict[str, Any] = {}
     for name, value in options.items():
         if name == OVERRIDES:
@@ -166,7 +191,17 @@ def overrides_of(arguments: CallArguments) -> Mapping[str, int]:
     return arguments.get("overrides") or {}
 
 
-# An operator's arguments are numbers, words and lists of them.
+def operator_tensors() -> str:
+    """Schema of the tensors as an operator takes them. It has written `y`, by the name of a."""
+    return ", ".join(
+        f"Tensor({chr(ord('b') + i)}!)? {name}=None"
+        if tensor.is_written
+        else f"Tensor? {name}=None"
+        for i, (name, tensor) in enumerate(CALL_TENSORS.items())
+    )
+
+
+# Other arguments of an operator are numbers, words and lists of them.
 OPERATOR_OPTIONS = ", ".join(
     [f"{expected.schema}? {name}=None" for name, expected in _OPTION_TYPES.items()]
     + ["str[]? override_names=None", "int[]? override_values=None"]
@@ -185,6 +220,14 @@ def to_operator(arguments: CallArguments) -> dict[str, Any]:
         taken["override_names"] = list(overrides)
         taken["override_values"] = list(overrides.values())
     return taken
+
+
+def tensors_from_operator(taken: dict[str, Any]) -> CallTensors:
+    """Those that are given, taken out."""
+    named = ((name, taken.pop(name, None)) for name in CALL_TENSORS)
+    given = {name: tensor for name, tensor in named if tensor is not None}
+    check_types(given)
+    return given
 
 
 def from_operator(taken: dict[str, Any]) -> CallArguments:
@@ -207,15 +250,27 @@ def _annotations() -> dict[str, str]:
 
 def with_call_options(function: _Function) -> _Function:
     """For `**options: Unpack[CallOptions]`: help() and editors show each option."""
+    return _with_options(function, CallOptions.__annotations__)
+
+
+def with_plain_options(function: _Function) -> _Function:
+    """The same, for a function that takes no option that is a tensor."""
+    return _with_options(function, CallOptions.__annotations__.keys() - OPTION_TENSORS)
+
+
+def _with_options(function: _Function, names: Collection[str]) -> _Function:
     signature = inspect.signature(function)
     *others, _ = signature.parameters.values()
     options = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
         for name, hint in _annotations().items()
+        if name in names
     ]
     function.__signature__ = signature.replace(parameters=[*others, *options])  # type: ignore[attr-defined]
     _, _, documented = inspect.cleandoc(CallOptions.__doc__ or "").partition("\n\n")
-    among_args = textwrap.indent(documented, "    ")
+    each = re.split(r"(?m)^(?=\w+: )", documented)
+    documented = "".join(text for text in each if text.partition(":")[0] in names)
+    among_args = textwrap.indent(documented.rstrip(), "    ")
     text = inspect.cleandoc(function.__doc__ or "")
     function.__doc__ = text.replace("    {options}", among_args)
     return function

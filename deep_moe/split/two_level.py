@@ -21,6 +21,13 @@ from deep_moe.fused.buffer import (
     device_for,
     get_symm_buffer_for_mega_moe,
 )
+from deep_moe.fused.call_tensors import (
+    STATISTICS_TENSOR,
+    CallTensors,
+    check_form,
+    check_types,
+    with_statistics,
+)
 from deep_moe.fused.checks import (
     STATISTICS,
     TOPK_IDX_DTYPES,
@@ -28,7 +35,6 @@ from deep_moe.fused.checks import (
     WEIGHT_NAMES,
     check_contiguous,
     check_ids,
-    check_statistics,
     check_tensor,
     check_weights,
     refuse_gradients,
@@ -40,7 +46,7 @@ from deep_moe.fused.options import (
     CallArguments,
     CallOptions,
     given_options,
-    with_call_options,
+    with_plain_options,
 )
 from deep_moe.fused.run_settings import timeout_of
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape, require_int
@@ -100,7 +106,7 @@ class _DomainCall:
 
     weights: MegaMoEWeights
     biases: tuple[torch.Tensor | None, torch.Tensor | None]
-    stats: torch.Tensor | None
+    tensors: CallTensors
     numerics: tuple[str | Activation, float | None, bool]
     options: Mapping[str, Any]
 
@@ -126,7 +132,7 @@ class _DomainCall:
             weights.l1,
             weights.l2,
             buffer,
-            self.stats,
+            self.tensors,
             *self.numerics,
             l1_bias,
             l2_bias,
@@ -285,7 +291,7 @@ class TwoLevelMoE:
         return self._place.domain
 
     @_in_turn
-    @with_call_options
+    @with_plain_options
     def call(
         self,
         x: torch.Tensor,
@@ -338,7 +344,7 @@ class TwoLevelMoE:
         inside = _DomainCall(
             weights,
             (l1_bias, l2_bias),
-            stats,
+            with_statistics(stats),
             (activation, activation_clamp, fast_math),
             arguments,
         )
@@ -517,8 +523,8 @@ class TwoLevelMoE:
         if torch.is_grad_enabled():
             refuse_gradients(x=x, topk_weights=topk_weights)
         if stats is not None:
-            require_type(STATISTICS, stats, torch.Tensor, "a tensor or None")
-            check_statistics(stats, self._buffer)
+            check_types({STATISTICS: stats})
+            check_form(STATISTICS, stats, STATISTICS_TENSOR, self._buffer, x.shape[0])
         of_experts = dict(zip(WEIGHT_NAMES, weights.tensors, strict=True))
         refuse_shared_memory({STATISTICS: stats}, {**given, **of_experts})
         if out is not None:

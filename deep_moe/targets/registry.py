@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .sm90 import SM90A
-from .sm100 import SM100A, SM103A
+from . import sm90, sm100
 from .target import Target
 
 if TYPE_CHECKING:
     import torch
 
-TARGETS: dict[str, Target] = {target.name: target for target in (SM90A, SM100A, SM103A)}
-EMULATED = SM100A  # what a CPU stands for, and configs are for, unless another target is named
+TARGETS: dict[str, Target] = {target.name: target for target in (*sm90.TARGETS, *sm100.TARGETS)}
+# What a CPU stands for, and configs are for, unless another target is named.
+EMULATED = sm100.SM100A
 
 
 def target_of(name: str) -> Target:

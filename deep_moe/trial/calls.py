@@ -19,6 +19,7 @@ from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0, quantize_e4m3_u
 from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_float
 from deep_moe.formats.nvfp4 import dequantize_nvfp4_tokens, quantize_nvfp4_tokens
 from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
+from deep_moe.fused.call_tensors import with_statistics
 from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
 from deep_moe.fused.emulated_ranks import EmulatedRanks
 from deep_moe.fused.input_preparation import row_fields
@@ -112,7 +113,10 @@ def call_in_a_row(
                 launches.append(_preparation(xs[-1], own, buffer, arch or EMULATED.name))
             own_biases = None if biases is None else biases[buffer.rank]
             launches.append(
-                prepare_launch(output.y, l1, l2, buffer, output.stats, of_call, own_biases)
+                prepare_launch(
+                    *(output.y, l1, l2, buffer, with_statistics(output.stats)),
+                    *(of_call, own_biases),
+                )
             )
     seed = options[0].get("schedule_seed") or 0
     run_emulated(launches, seed=seed, schedule=schedule, checks=True, clock="virtual")

@@ -97,7 +97,7 @@ class TimedLayer:
             self.weights.l1,
             self.weights.l2,
             self.buffer,
-            None,
+            {},
             arguments,
             self.biases,
         )

@@ -72,7 +72,7 @@ def test_outputs(example, y: object, error: type[Exception], message: str) -> No
 def test_tensors_on_another_device(example) -> None:
     """Below the operator, which PyTorch itself skips for the only other device at hand."""
     y = torch.empty(4, 256, dtype=torch.bfloat16, device="meta")
-    arguments = (example.l1_weights, example.l2_weights, example.sym_buffer, None, CallOptions())
+    arguments = (example.l1_weights, example.l2_weights, example.sym_buffer, {}, CallOptions())
     with pytest.raises(ValueError, match="y must be on cpu, as the buffer is; got meta"):
         prepare_launch(y, *arguments)
 

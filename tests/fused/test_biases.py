@@ -42,7 +42,7 @@ def test_they_are_added(pair: str, how: str) -> None:
         deep_moe.mega_moe(y, weights, buffer, l1_bias=l1_bias, l2_bias=l2_bias, arch=arch)
     else:
         torch.ops.deep_moe.mega_moe(
-            y, None, *weights.tensors, buffer.handle, l1_bias=l1_bias, l2_bias=l2_bias, arch=arch
+            y, *weights.tensors, buffer.handle, l1_bias=l1_bias, l2_bias=l2_bias, arch=arch
         )
     expected = reference_mega_moe(
         tokens.x,

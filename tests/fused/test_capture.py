@@ -55,7 +55,7 @@ class Calls:
         layers.buffer.memory.status.received = received
         self.gpu.captures = captured
         y = layers.ys[0][:num_tokens]
-        plan, _ = prepare_call(y, *layers.weights[0], layers.buffer, None, CallOptions(**options))
+        plan, _ = prepare_call(y, *layers.weights[0], layers.buffer, {}, CallOptions(**options))
         return plan
 
     @property

@@ -109,7 +109,7 @@ def test_they_are_what_calls_on_a_gpu_ask_for(
             for received in range(0, num_topk * most + 1, 16):
                 for flag in (0, RECEIVED_UNEVENLY):
                     status.received = received | flag
-                    prepare_call(layers.ys[0][:num_tokens], l1, l2, layers.buffer, None, {})
+                    prepare_call(layers.ys[0][:num_tokens], l1, l2, layers.buffer, {}, {})
     assert len(asked) > 1
     assert asked <= compiled
 
@@ -171,7 +171,7 @@ def test_no_call_behind_it_loads_compiles_or_chooses_anything(
                 for flag in (0, RECEIVED_UNEVENLY):
                     status.received = received | flag
                     y = layers.ys[0][:num_tokens]
-                    prepare_call(y, l1, l2, layers.buffer, None, options)
+                    prepare_call(y, l1, l2, layers.buffer, {}, options)
         status.received = 0
         for ids in (torch.int32, torch.int64):
             for weights in (torch.float32, torch.bfloat16):

@@ -155,6 +155,6 @@ def test_no_call_behind_a_warmup_has_to_compile(arch: str, monkeypatch: pytest.M
             for received in range(0, num_topk * most + 1, 5):
                 for flag in (0, RECEIVED_UNEVENLY):
                     status.received = received | flag
-                    prepare_call(layers.ys[0][:num_tokens], l1, l2, layers.buffer, None, {})
+                    prepare_call(layers.ys[0][:num_tokens], l1, l2, layers.buffer, {}, {})
     assert len(asked) > 1
     assert asked <= warmed, asked - warmed

@@ -33,7 +33,7 @@ def block_m(case: LayerCase, num_tokens: int, **changes) -> int:
     """Of rank 0's next call."""
     y = torch.empty((num_tokens, SHAPE.hidden), dtype=torch.bfloat16)
     options = CallOptions(arch=case.arch, checked=False, **changes)
-    return prepare_launch(y, *case.weights[0], case.ranks.buffers[0], None, options).config.block_m
+    return prepare_launch(y, *case.weights[0], case.ranks.buffers[0], {}, options).config.block_m
 
 
 def formula_block_m(case: LayerCase, num_tokens: int) -> int:
@@ -76,7 +76,7 @@ def test_a_rank_learns_of_uneven_routing_from_the_call_before() -> None:
     def next_config() -> MegaMoEConfig:
         options = CallOptions(arch="sm_90a", checked=False)
         (weights,) = case.weights
-        return prepare_launch(y, *weights, case.ranks.buffers[0], None, options).config
+        return prepare_launch(y, *weights, case.ranks.buffers[0], {}, options).config
 
     formula = partial(choose_config, shape, 256, arch="sm_90a", num_sms=4)
     assert formula().block_m != formula(is_uneven=True).block_m

@@ -17,6 +17,7 @@ from deep_moe.activations import Situ
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.fused.call_plan import CallPlan, config_chooser, prepare_call
+from deep_moe.fused.call_tensors import with_statistics
 from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import prepare_launch
 from deep_moe.fused.options import CallArguments, CallOptions
@@ -46,7 +47,7 @@ class Calls:
         options = CallOptions(**changes)
         l1, l2 = weights or self.weights[options.get("arch", "sm_100a")]
         y = self.y if y is None else y
-        plan, args = prepare_call(y, l1, l2, self.buffer, stats, options)
+        plan, args = prepare_call(y, l1, l2, self.buffer, with_statistics(stats), options)
         return plan, bytes(args)
 
     def prepare_anew(self, **changes: Any) -> tuple[CallPlan, bytes]:
@@ -242,7 +243,7 @@ def test_a_call_that_is_prepared_before_another_one_runs(calls: Calls) -> None:
     """As those in a row are in the emulator."""
     others = torch.empty_like(calls.y)
     first, second = (
-        prepare_launch(y, *calls.weights["sm_90a"], calls.buffer, None, CallOptions(arch="sm_90a"))
+        prepare_launch(y, *calls.weights["sm_90a"], calls.buffer, {}, CallOptions(arch="sm_90a"))
         for y in (calls.y, others[:5])
     )
     assert (first.args.y, first.args.num_tokens) == (calls.y.data_ptr(), len(calls.y))

@@ -98,7 +98,7 @@ def test_ranks_with_different_kernels_work_together(arch: str):
         for rank, overrides in enumerate(of_ranks):
             fill_inputs(ranks.buffers[rank], tokens[rank])
             options = CallOptions(arch=arch, overrides=overrides)
-            launch = prepare_launch(ys[rank], *weights[rank], ranks.buffers[rank], None, options)
+            launch = prepare_launch(ys[rank], *weights[rank], ranks.buffers[rank], {}, options)
             launches.append(launch)
         first, second = (launch.config.tunable for launch in launches)
         assert all(first[name] != second[name] for name in first)

@@ -47,7 +47,8 @@ def test_a_call_of_each_pair(pair: str, how: str) -> None:
     if how == "function":
         deep_moe.mega_moe(y, weights, buffer, stats, arch=arch)
     else:
-        torch.ops.deep_moe.mega_moe(y, stats, *weights.tensors, buffer.handle, arch=arch)
+        named = {STATISTICS: stats, "arch": arch}
+        torch.ops.deep_moe.mega_moe(y, *weights.tensors, buffer.handle, **named)
     expected = reference_mega_moe(
         tokens.x,
         tokens.x_sf,

@@ -13,6 +13,7 @@ import deep_moe
 import deep_moe.fused.input_preparation  # defines the operator
 from deep_moe.activations import Activation, Situ
 from deep_moe.formats.sizes import K_BLOCK
+from deep_moe.fused.call_tensors import with_statistics
 from deep_moe.fused.checks import check_contiguous, check_recipe, check_tensor, require_type
 from deep_moe.fused.mega_moe import call_with_layers
 from deep_moe.heuristics import MoEShape
@@ -299,7 +300,7 @@ def fp8_fp4_mega_moe(
         l1_weights,
         l2_weights,
         sym_buffer.own,
-        cumulative_local_expert_recv_stats,
+        with_statistics(cumulative_local_expert_recv_stats),
         recipe,
         _activation(activation, situ_beta, situ_linear_beta),
         activation_clamp,
@@ -355,7 +356,7 @@ def fp8_mega_moe(
         l1_weights,
         l2_weights,
         sym_buffer.own,
-        cumulative_local_expert_recv_stats,
+        with_statistics(cumulative_local_expert_recv_stats),
         activation,
         activation_clamp,
         fast_math,
@@ -406,7 +407,7 @@ def bf16_mega_moe(
         l1_weights,
         l2_weights,
         sym_buffer.own,
-        cumulative_local_expert_recv_stats,
+        with_statistics(cumulative_local_expert_recv_stats),
         _activation(activation, None, None),
         activation_clamp,
         fast_math,

@@ -74,3 +74,5 @@ SM100A = Sm100("sm_100a", ((10, 0),), "B200, GB200", default_num_sms=148)
 # For this name the compiler needs more registers than for the other: in the loaders, and in
 # dispatch where the pool is a ring, the most of them beside NVFP4 tokens.
 SM103A = Sm100("sm_103a", ((10, 3),), "B300, GB300", default_num_sms=148, registers=(64, 56, 192))
+
+TARGETS = (SM100A, SM103A)

@@ -1,5 +1,5 @@
 """SM90: H100 and H200."""
 
-from .target import SM90A
+from .target import SM90A, TARGETS
 
-__all__ = ["SM90A"]
+__all__ = ["SM90A", "TARGETS"]

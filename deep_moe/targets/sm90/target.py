@@ -70,3 +70,5 @@ class Sm90(Target):
 
 
 SM90A = Sm90("sm_90a", ((9, 0),), "H100, H200", default_num_sms=132)
+
+TARGETS = (SM90A,)

@@ -11,12 +11,12 @@ import pytest
 from deep_moe.fused.deployment import deployment_configs
 from deep_moe.heuristics import preset_shape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
-from deep_moe.heuristics.sm90 import (
+from deep_moe.heuristics.sm90_tiles import (
     UNEVEN_VARIATION,
-    _expected_cost,
     _is_of_others,
     _likely_counts,
     choose_tile,
+    expected_cost,
 )
 from deep_moe.targets import MegaMoEConfig, choose_config, target_of
 from tests.everyday import parametrize
@@ -60,5 +60,5 @@ def test_tiles_that_are_spared_cost_less_than_half_a_percent(weights: str, is_un
         allowed = [tile for tile in kind.tiles if not _is_of_others(tile, expected, is_uneven)]
         chosen = choose_tile(Fraction(expected), kind, is_uneven)
         counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
-        costs = {tile: _expected_cost(tile, counts, kind) for tile in allowed}
+        costs = {tile: expected_cost(tile, counts, kind) for tile in allowed}
         assert costs[chosen] <= 1.005 * min(costs.values()), expected

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from deep_moe.heuristics import MoEShape, preset_shape, sm90, sm100
+from deep_moe.heuristics import MoEShape, preset_shape, sm90_tiles, sm100
 from deep_moe.targets import MegaMoEConfig, choose_config
 
 TILES = [
-    *(("sm_90a", {"block_m": rows, "block_m_step": step}) for rows, step in sm90.TILES),
+    *(("sm_90a", {"block_m": rows, "block_m_step": step}) for rows, step in sm90_tiles.TILES),
     *(("sm_100a", {"block_m": tile.block_m}) for tile in sm100.TILES),
 ]
 

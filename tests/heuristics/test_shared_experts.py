@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 import deep_moe
-from deep_moe.heuristics import MoEShape, sm90
+from deep_moe.heuristics import MoEShape, sm90_tiles
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.targets import choose_config, target_of
 from tests.pairs import formats, usual_pairs
@@ -53,11 +53,12 @@ def test_the_tile_costs_least_with_their_tokens_in_it(weights: str) -> None:
     for num_tokens in (17, 50, 100, 190, 300, 700, 1500):
         config = choose_config(shape, num_tokens, arch="sm_90a")
         assert f"{num_tokens} per shared expert" in config.decision.reasons["block_m"]
-        work = sm90.SharedWork.of(shape, num_tokens, config.kernel_fields())
+        work = sm90_tiles.SharedWork.of(shape, num_tokens, config.kernel_fields())
         expected = shape.expected_tokens_per_expert(num_tokens)
-        routed = sm90._expected_costs(Fraction(round(expected)), False, kind)
+        routed = sm90_tiles.expected_costs(Fraction(round(expected)), False, kind)
         costs = {
-            tile: 8 * of_one + sm90.shared_cost(tile, work, kind) for tile, of_one in routed.items()
+            tile: 8 * of_one + sm90_tiles.shared_cost(tile, work, kind)
+            for tile, of_one in routed.items()
         }
         chosen = (config.block_m, config.block_m_step)
         assert costs[chosen] <= 1.02 * min(costs.values())  # means count to 1/64
@@ -67,7 +68,7 @@ def test_the_tile_costs_least_with_their_tokens_in_it(weights: str) -> None:
 
 
 def test_parts_are_those_of_the_kernel() -> None:
-    work = sm90.SharedWork(2, 48, 1000, num_parts=8, num_part_m_blocks=2)
+    work = sm90_tiles.SharedWork(2, 48, 1000, num_parts=8, num_part_m_blocks=2)
     assert work.parts(64) == ((128, 7), (104, 1))
     assert work.parts(176) == ((352, 2), (296, 1))
     assert replace(work, num_tokens=0).parts(64) == ()

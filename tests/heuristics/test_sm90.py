@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from deep_moe.heuristics import PRESETS, MoEShape, preset_shape, sm90
+from deep_moe.heuristics import PRESETS, MoEShape, preset_shape, sm90_tiles
 from deep_moe.heuristics.smem_layout import num_combine_bytes
 from deep_moe.targets import choose_config, target_of
 from tests.pairs import formats
@@ -65,7 +65,7 @@ def test_the_tile_fits_the_tokens_of_most_experts(num_tokens, block_m, block_m_s
 )
 def test_the_tile_of_a_mean_count(weights, is_uneven, tiles):
     for mean, expected in tiles.items():
-        chosen = sm90.choose_tile(Fraction(mean), KINDS[weights], is_uneven)
+        chosen = sm90_tiles.choose_tile(Fraction(mean), KINDS[weights], is_uneven)
         assert expected in (chosen, chosen[0]), mean
 
 
@@ -73,7 +73,7 @@ def mean_cost(counts, block_m, step):
     """By the formula for one expert, over simulated counts instead of a distribution."""
     values, times = np.unique(counts[counts > 0], return_counts=True)
     simulated = list(zip(values.tolist(), (times / len(counts)).tolist(), strict=True))
-    return sm90._expected_cost((block_m, step), simulated, KINDS["mxfp4"])
+    return sm90_tiles.expected_cost((block_m, step), simulated, KINDS["mxfp4"])
 
 
 @pytest.mark.parametrize("num_tokens", [*range(1, 60), *range(60, 1150, 31)])
@@ -101,7 +101,7 @@ def test_uneven_routing_gets_tiles_that_fit_small_and_large_counts(num_tokens):
 def test_an_odd_last_m_block_of_fp8_costs_more_in_clusters():
     fp8 = KINDS["fp8"]
     alone, in_clusters = (
-        [sm90._expected_cost((96, 96), [(96 * n, 1.0)], fp8, shares) for n in range(1, 5)]
+        [sm90_tiles.expected_cost((96, 96), [(96 * n, 1.0)], fp8, shares) for n in range(1, 5)]
         for shares in (False, True)
     )
     extra = np.subtract(in_clusters, alone)
@@ -150,7 +150,9 @@ def test_tiles_grow_with_the_tokens_as_long_as_one_is_enough():
 
 def test_fitted_tiles_are_for_experts_of_about_one_of_them():
     """Where weights bound, or products do, sizes that fit measured no faster than one size."""
-    fitted = [m for m in range(1, 600) if sm90.choose_tile(Fraction(m), KINDS["mxfp4"]) in FITTED]
+    fitted = [
+        m for m in range(1, 600) if sm90_tiles.choose_tile(Fraction(m), KINDS["mxfp4"]) in FITTED
+    ]
     assert fitted == list(range(38, 75))
     config = sm90_config(1024)
     assert (config.block_m, config.min_block_m, config.num_epilogue_registers) == (88, 64, 216)

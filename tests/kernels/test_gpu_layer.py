@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deep_moe.formats.block_scaled import pack_ue8m0
-from deep_moe.heuristics import MoEShape, sm90, sm100
+from deep_moe.heuristics import MoEShape, sm90_tiles, sm100
 from deep_moe.targets import target_of_device
 from deep_moe.trial.calls import fill_inputs
 from deep_moe.trial.synthetic import Tokens, exact_tokens, random_tokens
@@ -26,7 +26,7 @@ def one_rank(num_tokens: int, **sizes: int) -> MoEShape:
 
 # As overrides.
 TILES: dict[str, list[dict[str, int]]] = {
-    "sm_90a": [{"block_m": block_m, "block_m_step": step} for block_m, step in sm90.TILES],
+    "sm_90a": [{"block_m": block_m, "block_m_step": step} for block_m, step in sm90_tiles.TILES],
     "sm_100a": [{"block_m": tile.block_m} for tile in sm100.TILES],
 }
 

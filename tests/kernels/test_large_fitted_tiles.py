@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from deep_moe.formats.sizes import SCALE_GROUP
-from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE
+from deep_moe.heuristics.sm90_tiles import LARGE_FITTED_TILE
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 
 from .layer_case import LayerCase, small_shape

@@ -9,7 +9,7 @@ import pytest
 from deep_moe import jit
 from deep_moe.heuristics import MoEShape, preset_shape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
-from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE
+from deep_moe.heuristics.sm90_tiles import LARGE_FITTED_TILE
 from deep_moe.targets import MegaMoEConfig, choose_config
 from tests.everyday import parametrize
 from tests.pairs import formats

@@ -15,7 +15,7 @@ import torch
 
 from deep_moe import jit
 from deep_moe.heuristics import MoEShape
-from deep_moe.heuristics.sm90 import BLOCK_MS
+from deep_moe.heuristics.sm90_tiles import BLOCK_MS
 from deep_moe.targets import choose_config
 from deep_moe.trial import trace
 from deep_moe.trial.synthetic import Tokens, exact_layer, exact_tokens

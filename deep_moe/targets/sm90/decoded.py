@@ -6,7 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from deep_moe.heuristics.sm90 import (
+from deep_moe.heuristics.sm90_tiles import (
     FURTHER_TILE_COST,
     SPARED_TILES,
     TILE_ROWS_PER_UNIT,

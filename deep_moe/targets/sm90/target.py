@@ -8,6 +8,7 @@ from deep_moe.heuristics import sm90
 from deep_moe.heuristics.links import ChipRates
 from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import MoEShape
+from deep_moe.heuristics.sm90_tiles import WeightKind
 
 from ..target import ConfigFields, Target
 from .config import Sm90Config
@@ -60,7 +61,7 @@ class Sm90(Target):
     def tmem_layout(self, fields: ConfigFields) -> None:
         """SM90 has no tensor memory."""
 
-    def _kind(self, weights: str, token_format: str) -> sm90.WeightKind:
+    def _kind(self, weights: str, token_format: str) -> WeightKind:
         pair = self.weights_of(weights, token_format)
         assert isinstance(pair, Sm90Weights)
         return pair.kind

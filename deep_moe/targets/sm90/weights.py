@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from deep_moe.heuristics.shape import MoEShape
-    from deep_moe.heuristics.sm90 import WeightKind
+    from deep_moe.heuristics.sm90_tiles import WeightKind
     from deep_moe.weights.layers import ExpertWeights, KernelLayer, LayerWeights, TensorForms
 
     from ..config import MegaMoEConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE, TILES, UNEVEN_TILE, WeightKind
+from deep_moe.heuristics.sm90_tiles import LARGE_FITTED_TILE, TILES, UNEVEN_TILE, WeightKind
 from deep_moe.targets.sm90.weights import Sm90Weights
 
 if TYPE_CHECKING:

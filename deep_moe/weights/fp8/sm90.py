@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from deep_moe.formats.sizes import WHOLE_ROW
-from deep_moe.heuristics.sm90 import LARGE_FITTED_TILE, TILES, UNEVEN_TILE, WeightKind
+from deep_moe.heuristics.sm90_tiles import LARGE_FITTED_TILE, TILES, UNEVEN_TILE, WeightKind
 from deep_moe.targets.sm90.weights import Sm90Weights
 
 from .on_target import Fp8OnTarget

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deep_moe.heuristics.sm90 import SPARED_TILES, TILES, WeightKind
+from deep_moe.heuristics.sm90_tiles import SPARED_TILES, TILES, WeightKind
 from deep_moe.targets.sm90.decoded import Sm90DecodedWeights, bf16_decoded_kind, decoded_costs
 from deep_moe.targets.sm90.weights import Sm90Weights
 

@@ -159,10 +159,10 @@ __device__ void tell_slot_rows(const ThroughputArgs& args, const ThroughputBuffe
          i < block.end * Config::num_topk; i += Config::num_threads) {
         const uint32_t word = *local.slot_words(i);
         uint32_t row = RankRow::none;
-        if (word != ExpertPlace::none) {
-            const uint32_t expert_idx = ExpertPlace::expert_idx(word);
+        if (word != PlaceAtExpert::none) {
+            const uint32_t expert_idx = PlaceAtExpert::expert_idx(word);
             row = RankRow::pack(expert_idx / Config::num_experts_per_rank,
-                                places.own_row(expert_idx) + ExpertPlace::place(word));
+                                places.own_row(expert_idx) + PlaceAtExpert::place(word));
         }
         args.slot_rows[i] = static_cast<int32_t>(row);  //~ slot_row_told
     }

@@ -12,7 +12,7 @@ namespace deep_moe {
 // Instead of a row: the slot is not for this rank.
 inline constexpr uint32_t not_here = 0xffffffff;
 
-// Slot words are ExpertPlace.
+// Slot words are PlaceAtExpert.
 template <class Config>
 class CountedRows {
  public:
@@ -22,10 +22,10 @@ class CountedRows {
         : places_(places), ranks_(ranks) {}
 
     __device__ uint32_t row_of(uint32_t word, uint32_t source) const {
-        const uint32_t expert_idx = ExpertPlace::expert_idx(word);
+        const uint32_t expert_idx = PlaceAtExpert::expert_idx(word);
         const uint32_t rank_idx = expert_idx / Config::num_experts_per_rank;
-        if (word == ExpertPlace::none || rank_idx != ranks_.rank_idx()) return not_here;
-        return places_.first_row(expert_idx, source) + ExpertPlace::place(word);  //~ row_pulled
+        if (word == PlaceAtExpert::none || rank_idx != ranks_.rank_idx()) return not_here;
+        return places_.first_row(expert_idx, source) + PlaceAtExpert::place(word);  //~ row_pulled
     }
 
     // Behind a local expert's last row.

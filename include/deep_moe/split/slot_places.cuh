@@ -93,16 +93,16 @@ class SlotPlaces {
         while (__any_sync(full_warp, slot_idx < end)) {
             const uint32_t next_expert = expert_of(slot_idx + warp_size, end);
             const uint32_t alike = __match_any_sync(full_warp, expert_idx);
-            uint32_t word_here = ExpertPlace::none;
-            if (expert_idx != ExpertPlace::none) {
+            uint32_t word_here = PlaceAtExpert::none;
+            if (expert_idx != PlaceAtExpert::none) {
                 const uint32_t num_in_warp = __popc(alike & ((1u << ptx::lane_idx()) - 1));
                 const uint32_t place =
                     ptx::ld_shared_u32(word(expert_idx)) + num_in_warp;  //~ place_found
-                word_here = ExpertPlace::pack(expert_idx, place);
+                word_here = PlaceAtExpert::pack(expert_idx, place);
             }
             __syncwarp();
-            if (expert_idx != ExpertPlace::none && alike >> ptx::lane_idx() == 1) {
-                ptx::st_shared_u32(word(expert_idx), ExpertPlace::place(word_here) + 1);
+            if (expert_idx != PlaceAtExpert::none && alike >> ptx::lane_idx() == 1) {
+                ptx::st_shared_u32(word(expert_idx), PlaceAtExpert::place(word_here) + 1);
             }
             __syncwarp();
             if (slot_idx < end) *local_.slot_words(slot_idx) = word_here;
@@ -129,9 +129,9 @@ class SlotPlaces {
     }
 
     __device__ uint32_t expert_of(uint32_t slot_idx, uint32_t end) const {
-        if (slot_idx >= end) return ExpertPlace::none;
+        if (slot_idx >= end) return PlaceAtExpert::none;
         const int64_t expert_idx = load_topk_idx<Config>(args_.topk_idx, slot_idx);
-        if (!is_routed<Config>(expert_idx)) return ExpertPlace::none;
+        if (!is_routed<Config>(expert_idx)) return PlaceAtExpert::none;
         return static_cast<uint32_t>(expert_idx);
     }
 

@@ -61,7 +61,7 @@ class ThroughputBuffer {
                rank_idx * Symm::expert_totals_dim1 + expert_idx;  // [ranks][experts]
     }
 
-    // This rank's tokens, with what their slots name: ExpertPlace, or RankRow where the rows are
+    // This rank's tokens, with what their slots name: PlaceAtExpert, or RankRow where the rows are
     // known.
     __device__ uint32_t* slot_words(uint32_t token_topk_idx) const {
         return at<typename Symm::slot_words_element>(Symm::slot_words_offset) +
@@ -126,7 +126,7 @@ struct AllRanks {
 
 // A slot's expert and its place among the slots of its rank that name this expert, in the order of
 // tokens and slots.
-struct ExpertPlace {
+struct PlaceAtExpert {
     static constexpr uint32_t none = 0xffffffff;
     static constexpr uint32_t place_bits = 20;
     static __device__ uint32_t pack(uint32_t expert_idx, uint32_t place) {

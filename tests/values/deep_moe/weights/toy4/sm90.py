@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from deep_moe.heuristics.sm90 import BLOCK_N, SPARED_TILES, TILES, WeightKind
+from deep_moe.heuristics.sm90 import BLOCK_N
+from deep_moe.heuristics.sm90_tiles import SPARED_TILES, TILES, WeightKind
 from deep_moe.targets.sm90.weights import Sm90Weights
 
 if TYPE_CHECKING:

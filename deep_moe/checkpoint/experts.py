@@ -13,14 +13,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import index
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, overload
 
 import torch
 from safetensors.torch import save_file
 
 from deep_moe.biases.per_expert import MegaMoEBiases
+from deep_moe.devices import named_device
 from deep_moe.errors import CheckpointError
 from deep_moe.heuristics.shape import MAX_SHARED_EXPERTS, require_int
+from deep_moe.tensor_memory import check_memory
 from deep_moe.weights import weight_format
 from deep_moe.weights.layers import ExpertWeights, LayerTensors, LayerWeights, MegaMoEWeights
 from deep_moe.weights.transform import empty_weights_for_mega_moe, transform_weights_for_mega_moe
@@ -130,6 +132,7 @@ def load_experts(
         True
     """
     _check_range("num_shared_experts", num_shared_experts, MAX_SHARED_EXPERTS)
+    device = named_device(device)
     if not transformed and (arch is not None or token_format is not None or requantize):
         raise ValueError(
             f"transformed must be True for arch {arch}, token_format {token_format} and "
@@ -151,9 +154,7 @@ def load_experts(
         ]
         form, (intermediate, hidden) = tensors.form, tensors.sizes
         num_raw = 1 if transformed else len(matrices)
-        raw = form.empty_weights(
-            num_raw, intermediate, hidden, torch.device(device), len(matrices[0]) - 1
-        )
+        raw = form.empty_weights(num_raw, intermediate, hidden, device, len(matrices[0]) - 1)
         if not transformed:
             for local, expert in enumerate(matrices):
                 tensors.read(expert, raw.expert(local))
@@ -236,6 +237,13 @@ def _opened(
     num_shared_experts: int = 0,
 ) -> Iterator[tuple[Layer, Sequence[int]]]:
     """A layer's tensors, checked, and the experts of the rank."""
+    _check_type("path", path, (str, Path), "a path")
+    _check_type(
+        "naming",
+        naming,
+        (str, ExpertNaming, StackedNaming, type(None)),
+        "a name of NAMINGS, a naming or None",
+    )
     _check_range("layer", layer)
     _check_range("num_ranks", num_ranks, first=1)
     _check_range("rank_idx", rank_idx, num_ranks - 1)
@@ -250,6 +258,7 @@ def _opened(
         count, source = tensors.count(num_experts)
         own: Sequence[int]
         if experts is not None:
+            _check_type("experts", experts, Iterable, f"some of 0 to {count - 1}, or None")
             own = _as_ints(experts)
             unknown = [e for e in own if not (type(e) is int and 0 <= e < count)]
             if unknown or not own:
@@ -270,8 +279,10 @@ def _opened(
 
 def _as_ints(values: Iterable[Any]) -> list[Any]:
     """Those of a tensor or an array as ints, too; what is none stays."""
+    if isinstance(values, torch.Tensor):
+        return list(values.tolist()) if values.ndim == 1 else [values]
     return [
-        index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
+        index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else value
         for value in values
     ]
 
@@ -314,6 +325,10 @@ def save_experts(
         True
     """
     _check_range("experts_per_file", experts_per_file, first=1)
+    _check_type("folder", folder, (str, Path), "a path")
+    _check_type("layers", layers, Mapping, "a dict of pairs (l1, l2), by layer number")
+    _check_type("naming", naming, ExpertNaming, "an ExpertNaming")
+    _check_type("overwrite", overwrite, bool, "a bool")
     if not layers:
         raise ValueError("layers must have at least one layer; got none")
     counts = {layer: _checked(layer, weights, naming) for layer, weights in layers.items()}
@@ -342,6 +357,17 @@ def save_experts(
 def _checked(layer: int, weights: tuple[LayerTensors, LayerTensors], naming: ExpertNaming) -> int:
     """How many experts a layer has, which can be saved."""
     _check_range("layers", layer)
+    name = f"layers[{layer}]"
+    _check_type(name, weights, (tuple, list), "a pair (l1, l2)")
+    if len(weights) != 2:
+        raise ValueError(f"{name} must be a pair (l1, l2); got {len(weights)} values")
+    for which, own in enumerate(weights):
+        allowed = "a tuple of two or three tensors"
+        _check_type(f"{name}[{which}]", own, (tuple, list), allowed)
+        if len(own) not in (2, 3):
+            raise ValueError(f"{name}[{which}] must be {allowed}; got {len(own)} values")
+        for i, tensor in enumerate(own):
+            _check_type(f"{name}[{which}][{i}]", tensor, torch.Tensor, "a tensor")
     l1, l2 = (LayerWeights(*own) for own in weights)
     form = form_of(l1)
     if form is None:
@@ -357,11 +383,14 @@ def _checked(layer: int, weights: tuple[LayerTensors, LayerTensors], naming: Exp
     try:
         sizes = weight_format(form.weights).check(l1, l2)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"layers[{layer}]: {error}") from error
+        raise type(error)(f"{name}: {error}") from error
+    for which, tensors in enumerate((l1, l2)):
+        for i, tensor in enumerate(tensors):
+            check_memory(f"{name}[{which}][{i}]", tensor)
     if sizes.has_gate is not (naming.gate is not None):
         rows = "2*I rows in l1" if naming.gate is not None else "I rows in l1, without a gate"
         raise ValueError(
-            f"layers[{layer}] must have {rows} for a naming with gate {naming.gate!r}; got "
+            f"{name} must have {rows} for a naming with gate {naming.gate!r}; got "
             f"{tuple(l1.weight.shape)} beside {tuple(l2.weight.shape)}"
         )
     return sizes.num_experts
@@ -381,6 +410,11 @@ def _expert_tensors(
                 module + suffixes.get(key, key),
                 tensor.detach().clone(memory_format=torch.contiguous_format),
             )
+
+
+def _check_type(name: str, value: object, types: Any, allowed: str) -> None:
+    if not isinstance(value, types):
+        raise TypeError(f"{name} must be {allowed}; got {type(value).__name__}")
 
 
 def _check_range(

@@ -171,10 +171,10 @@ class CallPlan:
     config: MegaMoEConfig
     config_number: int = field(compare=False, kw_only=True)
     num_tokens: int
-    tensor_bytes: Mapping[str, int]
     is_checked: bool
     wait_timeout_ns: int
     launcher: CudaLauncher | None
+    tensor_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 def prepare_call(

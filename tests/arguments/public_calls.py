@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import deep_moe
+from deep_moe.checkpoint import load_experts, save_experts
 from deep_moe.compat import deep_ep, deep_gemm
 from deep_moe.targets import target_of
 from deep_moe.weights import weight_format
@@ -354,6 +356,20 @@ def constructor(made: Callable[..., Any], *arguments: Any, **options: Any) -> Ca
     return lambda: (made, {**positional, **options})
 
 
+def saving(weights: str) -> Call:
+    l1, l2 = (LayerWeights(*own) for own in source_weights(weights))
+    given = {"folder": tempfile.mkdtemp(), "layers": {0: (l1, l2)}}
+    return save_experts, {**given, "experts_per_file": 8, "overwrite": True}
+
+
+def loading(weights: str) -> Call:
+    save, given = saving(weights)
+    save(**given)
+    numbers = {"layer": 0, "num_experts": E, "rank_idx": 0, "num_ranks": 1, "experts": [1, 0]}
+    more = {"naming": "experts", "num_shared_experts": 0, "device": "cpu"}
+    return load_experts, {"path": given["folder"], **numbers, **more}
+
+
 LAYER_OPTIONS: Arguments = {"num_sms": 2, "timeout_s": 60.0, "checked": True, "schedule_seed": 0}
 
 CALLS: dict[str, Callable[[], Call]] = {
@@ -389,6 +405,12 @@ CALLS: dict[str, Callable[[], Call]] = {
     "transform_weights_for_mega_moe, nvfp4": lambda: transform_weights("nvfp4"),
     "transform_weights_for_mega_moe, int4": lambda: transform_weights("int4"),
     "transform_weights_for_mega_moe, mxfp8": lambda: transform_weights("mxfp8"),
+    "save_experts, mxfp4": lambda: saving("mxfp4"),
+    "save_experts, fp8": lambda: saving("fp8"),
+    "save_experts, nvfp4": lambda: saving("nvfp4"),
+    "save_experts, int4": lambda: saving("int4"),
+    "save_experts, mxfp8": lambda: saving("mxfp8"),
+    "load_experts": lambda: loading("mxfp4"),
     "inverse_transform_weights": inverse_transform_weights,
     "transform_biases_for_mega_moe": transform_biases,
     "inverse_transform_biases": inverse_transform_biases,

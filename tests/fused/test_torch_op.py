@@ -157,7 +157,7 @@ def test_an_exported_model_without_its_buffer_says_so(example, recorder) -> None
 def test_the_schema_says_what_is_written() -> None:
     schema = torch.ops.deep_moe.mega_moe.default._schema
     written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    assert written == ["y", "stats"]
+    assert written == ["y", "cumulative_local_expert_recv_stats"]
     assert not schema.returns
 
 

@@ -300,7 +300,7 @@ def fp8_fp4_mega_moe(
         l1_weights,
         l2_weights,
         sym_buffer.own,
-        with_statistics(cumulative_local_expert_recv_stats),
+        cumulative_local_expert_recv_stats,
         recipe,
         _activation(activation, situ_beta, situ_linear_beta),
         activation_clamp,

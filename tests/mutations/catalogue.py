@@ -405,7 +405,7 @@ SM100_MUTATIONS = (
         )
     ),
     # ---- Linear2 epilogue
-    M("l2_one_row_too_many", replaced("l2_valid_row", ">=", ">"), "race|result|misuse"),
+    M("l2_one_row_too_many", replaced("l2_valid_row", "<", "<="), "race|result|misuse"),
     M("l2_read_before_staged", removed("l2_tile_staged"), "race|misuse"),
     M("l2_staged_before_read", removed("l2_tile_read"), "race"),
     M("l2_block_that_does_not_exist", replaced("l2_tiles", "exists", "true"), "race|result|misuse"),

@@ -64,6 +64,12 @@ struct TokenPair {
     float2 topk_weights{1.0f, 1.0f};
 };
 
+// The same of one token; each lane has one of a tile's.
+struct LaneToken {
+    float factor = 1.0f;
+    float topk_weight = 1.0f;
+};
+
 // half: of the block's values, without a gate.
 template <class Config>
 __device__ __forceinline__ ActivatedAtom activated_atom(const Accumulator& accumulator,
@@ -170,13 +176,20 @@ class L1Epilogue {
         }
         const uint32_t num_tiles = warp_.num_tiles(block);
         if (num_tiles == 0) accumulator.release();
+        LaneToken next = load_token(block, warp_.first_token());
 #pragma unroll 1  // each part is long
         for (uint32_t part_idx = 0; part_idx < num_parts; ++part_idx) {
             for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
                 const uint32_t token = warp_.first_token() + tile_idx * Config::store_block_m;
+                // The next tile's come while this one is computed. Behind the last tile, that is
+                // the first one's: what is read for nothing is this warp's own.
+                const LaneToken lane_token = next;
+                const uint32_t next_idx = tile_idx + 1 < num_tiles ? tile_idx + 1 : 0;
+                next = load_token(block, warp_.first_token() + next_idx * Config::store_block_m);
                 ActivatedAtom atoms[Warp::atoms_per_tile];
                 //~ l1_computed
-                compute_tile(block, accumulator, token, factors, biases, part_idx, atoms);
+                compute_tile(block, accumulator, token, lane_token, factors, biases, part_idx,
+                             atoms);
                 if (part_idx + 1 == num_parts && tile_idx + 1 == num_tiles) {
                     accumulator.release();  //~ l1_released
                 }
@@ -199,26 +212,50 @@ class L1Epilogue {
         }
     }
 
+    // Of the tile that begins with this token, the lane's token: one trip to L2 for all of them.
+    // Lanes behind the last valid row have the last one's.
+    __device__ LaneToken load_token(const Block& block, uint32_t token) const {
+        static_assert(Config::store_block_m <= warp_size, "a tile has a token for each lane");
+        LaneToken lane_token;
+        if (block.num_valid_rows == 0) return lane_token;
+        const uint32_t row = PoolRing<Config>::first_row(block.pool_block_idx) +
+                             min(token + warp_.lane_idx, block.num_valid_rows - 1);
+        if constexpr (Config::Weights::has_factors) {
+            lane_token.factor = *static_cast<const float*>(token_factors(row));
+        }
+        if constexpr (!weighs_behind_linear2<Config>) {
+            lane_token.topk_weight = *local_.l1_topk_weights(row);
+        }
+        return lane_token;
+    }
+
+    // The thread's two tokens of the atom that begins `offset` tokens into the tile. Whole warp.
+    __device__ __forceinline__ TokenPair tokens_of_atom(const LaneToken& lane_token,
+                                                        uint32_t offset) const {
+        const uint32_t lane = offset + 2 * (warp_.lane_idx % 4);
+        const auto pair_of = [&](float value) {
+            return float2{__shfl_sync(full_warp, value, lane),
+                          __shfl_sync(full_warp, value, lane + 1)};
+        };
+        TokenPair tokens;
+        if constexpr (Config::Weights::has_factors) tokens.factors = pair_of(lane_token.factor);
+        if constexpr (!weighs_behind_linear2<Config>) {
+            tokens.topk_weights = pair_of(lane_token.topk_weight);
+        }
+        return tokens;
+    }
+
     // Values of one tile, and their maxima into the exchange buffer.
     __device__ void compute_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
-                                 const RowFactors& factors, const RowBiases& biases,
-                                 uint32_t part_idx,
+                                 const LaneToken& lane_token, const RowFactors& factors,
+                                 const RowBiases& biases, uint32_t part_idx,
                                  ActivatedAtom (&atoms)[Warp::atoms_per_tile]) const {
-        const uint32_t first_row = PoolRing<Config>::first_row(block.pool_block_idx) + token;
 #pragma unroll
         for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
             const uint32_t offset = i * tokens_per_atom;
             if (token + offset < block.num_valid_rows) {
-                const uint32_t row = first_row + offset + 2 * (warp_.lane_idx % 4);
-                TokenPair tokens;
-                if constexpr (Config::Weights::has_factors) {
-                    tokens.factors = *reinterpret_cast<const float2*>(token_factors(row));
-                }
-                if constexpr (!weighs_behind_linear2<Config>) {
-                    tokens.topk_weights =
-                        *reinterpret_cast<const float2*>(local_.l1_topk_weights(row));
-                }
-                atoms[i] = activated_atom<Config>(accumulator, token + offset, tokens, factors,
+                atoms[i] = activated_atom<Config>(accumulator, token + offset,
+                                                  tokens_of_atom(lane_token, offset), factors,
                                                   biases, part_idx);
             } else {
                 atoms[i] = {};

@@ -61,19 +61,23 @@ class L2Epilogue {
     }
 
     // This thread's 16 bytes of each row it writes; null behind the last valid row. Looked up
-    // early, so that the loads overlap the staging.
+    // early, so that the loads overlap the staging, and all before one is needed.
     __device__ void find_destinations(const Block& block, uint32_t token,
                                       uint4* (&destinations)[num_steps]) const {
+        TokenSource sources[num_steps];
 #pragma unroll
         for (uint32_t i = 0; i < num_steps; ++i) {
-            const uint32_t row = token + row_of_step(i);
-            destinations[i] = nullptr;
-            if (row >= block.num_valid_rows) continue;  //~ l2_valid_row
-            const TokenSource source = *places_.local().token_src_metadata(
+            const uint32_t row = min(token + row_of_step(i), block.num_valid_rows - 1);
+            sources[i] = *places_.local().token_src_metadata(
                 PoolRing<Config>::first_row(block.pool_block_idx) + row);
-            destinations[i] = reinterpret_cast<uint4*>(places_.result_row(source) +
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < num_steps; ++i) {
+            destinations[i] = reinterpret_cast<uint4*>(places_.result_row(sources[i]) +
                                                        block.n_block_idx * Config::block_n) +
                               warp_.lane_idx % lanes_per_row;
+            const bool is_valid = token + row_of_step(i) < block.num_valid_rows;  //~ l2_valid_row
+            if (!is_valid) destinations[i] = nullptr;
         }
     }
 

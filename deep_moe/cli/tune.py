@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from .options import (
     ModelOption,
     PoolTokensOption,
     SharedExpertsOption,
+    TokenFormatOption,
     TopkOption,
     WeightsOption,
     check_weights,
@@ -30,8 +32,10 @@ from .options import (
     pool_rows,
 )
 from .output import new_table, print_error, print_json, stderr, stdout
+from .run import Device
 
 if TYPE_CHECKING:
+    from deep_moe.emulator import Chip
     from deep_moe.heuristics import MoEShape
 
 DEFAULT_TOKENS = "1,8,16,32,64,128,256,512,1024,2048,4096,8192"
@@ -41,7 +45,9 @@ def tune(
     model: ModelOption = None,
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", min=1, help="GPUs that share the experts; default: all."),
+        typer.Option(
+            "--ranks", min=1, help="GPUs that share the experts; default: all, with --chip one."
+        ),
     ] = None,
     tokens: Annotated[
         str, typer.Option("--tokens", help="Per rank, separated by commas.")
@@ -55,6 +61,7 @@ def tune(
     activation: ActivationOption = None,
     weights: WeightsOption = DEFAULT_WEIGHTS,
     biases: BiasesOption = False,
+    token_format: TokenFormatOption = None,
     clamp: Annotated[
         float | None,
         typer.Option("--clamp", help="Bound of gate and up; default: 10, if it is swiglu."),
@@ -69,18 +76,45 @@ def tune(
     commit: Annotated[
         str | None, typer.Option("--commit", help="Of the sources, where git cannot tell.")
     ] = None,
+    device: Annotated[
+        Device | None,
+        typer.Option("--device", help="cuda: the GPUs here (default); cpu: --chip's clock."),
+    ] = None,
+    chip: Annotated[
+        str | None,
+        typer.Option(
+            "--chip",
+            help="Time the kernels on a clock, without GPUs: h100, h200, b200, b300 or gb200.",
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu",
+            help="With --chip: whose entries they are, as CUDA names the GPU; default: NVIDIA "
+            "and the chip's name.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure candidates beside the formula's kernel on the GPUs of this machine. What is faster
     beyond noise enters the table, and calls take it from then on, also those of layers with as many
-    experts per rank on more ranks. See docs/tuning.md."""
+    experts per rank on more ranks. See docs/tuning.md.
+
+    With --chip the emulator's clock tells the times, of a chip that need not be there. A kernel
+    takes seconds to minutes.
+    """
     started = time.time()
+    _check_place(device, chip, gpu, table, biases)
+    from deep_moe.emulator import chips
+
+    on = None if chip is None else chips.load(chip)
     sizes = parse_sizes(tokens)
     applied = parse_activation(activation, clamp, model=model)
     if activation is None and applied == Swiglu():
         applied = Swiglu(10.0)
 
-    def shape_on(num_ranks: int) -> MoEShape:
+    def shape_on(num_ranks: int, arch: str | None = None) -> MoEShape:
         return make_shape(
             model=model,
             ranks=num_ranks,
@@ -93,10 +127,13 @@ def tune(
             max_tokens=max(sizes),
             pool_tokens=pool_rows(pool_tokens),
             shared_experts=shared_experts,
+            token_format=token_format,
+            arch=arch,
         ).with_gate(applied.has_gate)
 
     from deep_moe.fused.tuning_tables import user_table_path
     from deep_moe.heuristics.tuning import read_table
+    from deep_moe.targets import target_of
 
     # What can be refused is, before PyTorch is imported: that takes seconds.
     check_weights(weights)
@@ -104,6 +141,21 @@ def tune(
         shape_on(ranks)
     path = table or user_table_path()
     read_table(path)  # a damaged one, or a pipe
+    if on is not None:
+        target = target_of(on.arch)
+        plan_of_chip = {
+            "shape": shape_on(ranks or 1, on.arch),
+            "tokens": sizes,
+            "ends": started + budget,
+            "table": path,
+            "arch": on.arch,
+            "num_sms": target.whole_clusters(int(on.value("num_sms"))),
+            "activation": applied,
+            "commit": commit,
+        }
+        results = _tune_on_chip(plan_of_chip, on, gpu)
+        _show(results, sizes, path, budget, as_json)
+        return
 
     import torch
 
@@ -111,7 +163,7 @@ def tune(
     if num_gpus == 0:
         raise ValueError(
             "deep-moe tune measures kernels on GPUs, and PyTorch finds none on this machine; "
-            "the emulator's times say nothing about a GPU's"
+            "--chip times them on the clock of a chip that is not here"
         )
     if ranks is not None and ranks > num_gpus:
         raise typer.BadParameter(f"--ranks must be 1 to the number of GPUs ({num_gpus})")
@@ -122,17 +174,17 @@ def tune(
     from deep_moe.trial.tuning import TuningPlan, compile_candidates
     from deep_moe.trial.tuning import tune as measure
 
-    gpu = gpu_of(torch.device("cuda", 0))
-    assert gpu is not None
+    gpu_here = gpu_of(torch.device("cuda", 0))
+    assert gpu_here is not None
     with tempfile.TemporaryDirectory(prefix="deep_moe_tune_") as folder:
         plan = TuningPlan(
-            shape=shape_on(ranks or num_gpus),
+            shape=shape_on(ranks or num_gpus, gpu_here.target.name),
             tokens=sizes,
             ends=started + budget,
             table=path,
             results=Path(folder, "results.json"),
-            arch=gpu.target.name,
-            num_sms=gpu.num_sms,
+            arch=gpu_here.target.name,
+            num_sms=gpu_here.num_sms,
             activation=applied,
             commit=commit,
         )
@@ -141,6 +193,49 @@ def tune(
             num_kernels = compile_candidates(plan, lambda: progress.advance(task))
             progress.update(task, total=num_kernels)
         results = measure(plan)
+    _show(results, sizes, path, budget, as_json)
+
+
+def _check_place(
+    device: Device | None, chip: str | None, gpu: str | None, table: Path | None, biases: bool
+) -> None:
+    """BadParameter unless the options that say where kernels are timed go together."""
+    if chip is None:
+        if device == Device.cpu:
+            raise typer.BadParameter(
+                "--device cpu needs --chip, the clock that times the kernels; got none"
+            )
+        if gpu is not None:
+            raise typer.BadParameter(f"--gpu must be with --chip; got {gpu!r}")
+        return
+    if device == Device.cuda:
+        raise typer.BadParameter(f"--chip must be with --device cpu; got {chip} and cuda")
+    if biases:
+        raise typer.BadParameter("--chip must be without --biases: no clock has times of them")
+    if table is None:
+        raise typer.BadParameter(
+            "--table must name a file with --chip: calls take what is in your own table, and a "
+            "clock's times are not measured"
+        )
+
+
+def _tune_on_chip(plan: dict[str, Any], chip: Chip, gpu: str | None) -> list[dict[str, Any]]:
+    from deep_moe.trial.simulated_tuning import gpu_name, tune_simulated
+    from deep_moe.trial.tuning import TuningPlan
+
+    with stderr().status("simulating") as status:
+
+        def tell(num_tokens: int, done: int, total: int) -> None:
+            status.update(f"{num_tokens} tokens/rank: kernel {done + 1} of {total} or more")
+
+        made = TuningPlan(**plan, results=Path(os.devnull))
+        return tune_simulated(made, chip, gpu or gpu_name(chip), on_kernel=tell)
+
+
+def _show(
+    results: list[dict[str, Any]], sizes: tuple[int, ...], path: Path, budget: float, as_json: bool
+) -> None:
+    """Exits with 1 if sizes were left out."""
     left = sizes[len(results) :]
     if as_json:
         print_json({"table": str(path), "results": results, "not_measured": left})

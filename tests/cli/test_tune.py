@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ import deep_moe.trial.tuning
 from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.cli import app
 from deep_moe.fused.gpu import Gpu
+from deep_moe.heuristics.tuning import read_table
 from deep_moe.targets.sm90 import SM90A
+from deep_moe.trial import simulated_tuning
 from deep_moe.trial.tuning import Finalist, Gain, SizeResult, TuningPlan
 
 
@@ -119,3 +122,79 @@ def test_sizes_left_out_for_want_of_time_are_named_and_a_failure(plans: list[Tun
     result = run_tune("--tokens", "8,64,512", "--budget", "5", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["not_measured"] == [512]
+
+
+# ---- a chip that is not there
+
+FASTER = (8, 5)  # stages; the formula has 10 and 7
+SMALL = ["--experts", "2", "--topk", "1", "--hidden", "256", "--intermediate", "128"]
+
+
+@pytest.mark.parametrize("words", [[], ["--device", "cpu", "--gpu", "My GPU"]])
+def test_a_chips_clock_times_kernels_and_fills_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+):
+    """As if a kernel's time on the chip depended on its stages alone."""
+    asked: list[tuple[list[int], str, int, dict[str, int]]] = []
+
+    def simulate_call(shape, counts, chip, *, overrides, num_sms, **_):
+        asked.append((counts, chip.name, num_sms, dict(overrides)))
+        us = 100.0 if overrides.get("num_stages") in FASTER else 150.0
+        return SimpleNamespace(us=us + counts[0])
+
+    monkeypatch.setattr(simulated_tuning, "simulate_call", simulate_call)
+    table = tmp_path / "table.json"
+    options = ["--chip", "h200", "--table", str(table), "--ranks", "2", "--commit", "abc"]
+    result = run_tune(*SMALL, *options, "--tokens", "8,64", "--json", *words)
+    assert result.exit_code == 0, result.output
+    results = json.loads(result.stdout)["results"]
+    assert [one["num_tokens"] for one in results] == [8, 64]
+    for one, num_tokens in zip(results, (8, 64), strict=True):
+        own = [overrides for counts, *_, overrides in asked if counts == [num_tokens] * 2]
+        assert len(own) == len({tuple(sorted(kernel.items())) for kernel in own})  # each once
+        assert one["finalist"]["us"] == pytest.approx(100 + num_tokens)
+        assert one["formula_us"] == pytest.approx(150 + num_tokens)
+        assert one["finalist"]["is_entry"]
+    assert {(chip, num_sms) for _, chip, num_sms, _ in asked} == {("h200", 132)}
+    (layer,) = read_table(table).layers
+    assert layer.key.device == ("My GPU" if words else "NVIDIA H200")
+    assert (layer.key.num_ranks, layer.key.arch) == (2, "sm_90a")
+    assert layer.measured_tokens == (8, 64)
+    assert {entry.commit for entry in layer.entries} == {"abc, simulated on h200"}
+    assert [dict(entry.overrides)["num_stages"] for entry in layer.entries] == list(FASTER)
+
+
+@pytest.mark.slow
+def test_a_chips_clock_really_times_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for module in (deep_moe.trial.tuning, simulated_tuning):
+        monkeypatch.setattr(module, "candidates", lambda plan, num_tokens: [{"num_stages": 2}])
+    table = tmp_path / "table.json"
+    words = [*SMALL, "--chip", "h100", "--table", str(table), "--tokens", "4", "--json"]
+    result = run_tune(*words)
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)["results"]
+    assert 5 < found["formula_us"] < 100
+    (layer,) = read_table(table).layers
+    assert (layer.key.device, layer.measured_tokens) == ("NVIDIA H100 80GB HBM3", (4,))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--chip", "h100"], "--table must name a file with --chip"),
+        (["--device", "cpu"], "--device cpu needs --chip"),
+        (["--chip", "h100", "--device", "cuda"], "--chip must be with --device cpu"),
+        (["--chip", "h100", "--biases"], "--chip must be without --biases"),
+        (["--gpu", "NVIDIA B200"], "--gpu must be with --chip"),
+    ],
+)
+def test_a_chip_goes_with_a_table_and_without_gpus(words: list[str], text: str):
+    result = run_tune(*SMALL, *words)
+    assert result.exit_code == 2
+    assert text in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_chip_without_a_file_is_refused(tmp_path: Path):
+    result = run_tune(*SMALL, "--chip", "a100", "--table", str(tmp_path / "table.json"))
+    assert result.exit_code == 1
+    assert "a100" in str(result.exception)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from deep_moe.emulator import Chip, GpuUsage
+from deep_moe.traces.machine import unit_series
 from deep_moe.traces.related import relate
 from deep_moe.traces.timeline import Lane, Series, Timeline, empty_spans, in_order
 
@@ -67,30 +68,14 @@ def rank_spans(rank: RankTrace) -> tuple[list[Lane], np.ndarray]:
     return lanes, spans
 
 
-_MOST = {  # what a share of 1 is, by a chip's parameter
-    "memory": ("hbm_gb_per_s", "GB/s"),
-    "L2": ("l2_gb_per_s", "GB/s"),
-    "links in": ("link_gb_per_s", "GB/s"),
-    "links out": ("link_gb_per_s", "GB/s"),
-}
-
-
 def usage_series(usage: Sequence[GpuUsage], ranks: Sequence[RankTrace], chip: Chip) -> list[Series]:
     """How busy units were, on the clock of aligned ranks, which a chip's clock timed. Units that
     did nothing are left out."""
     traced = {rank.rank: rank for rank in ranks}
     series = []
     for gpu in usage:
-        if gpu.rank not in traced:
-            continue
-        start_ns = traced[gpu.rank].shift_ns + (gpu.begin_ns - traced[gpu.rank].begin_ns)
-        for name, unit in gpu.units.items():
-            if not any(unit.shares):
-                continue
-            most, of = 100.0, "%"
-            if name in _MOST:
-                parameter, of = _MOST[name]
-                most = chip.value(parameter)
-            shares = np.array(unit.shares)
-            series.append(Series(gpu.rank, name, start_ns, unit.step_ns, shares, most, of))
+        rank = traced.get(gpu.rank)
+        if rank is not None:
+            start_ns = rank.shift_ns + (gpu.begin_ns - rank.begin_ns)
+            series += unit_series(gpu, chip, start_ns)
     return series

@@ -72,6 +72,9 @@ class BuildPyWithEmulator(build_py):
             builder = load_emulator_builder()
             folder = Path(self.build_lib) / "deep_moe" / "emulator"
             builder.build(folder / builder.LIBRARY_NAME)
+            builder.build_stand_in(
+                folder / "cuda" / builder.STAND_IN_NAME, library=folder / builder.LIBRARY_NAME
+            )
 
 
 class BinaryDistribution(Distribution):
@@ -83,13 +86,18 @@ class BinaryDistribution(Distribution):
 
 class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """Any Python 3, and any Linux whose glibc has what the library needs."""
+        """Any Python 3, and any Linux whose glibc has what the libraries need."""
         platform = super().get_tag()[2]
-        for library in Path(self.bdist_dir).rglob(load_emulator_builder().LIBRARY_NAME):
-            glibc = needed_glibc(library)
-            if glibc is not None:
-                glibc = max(glibc, OLDEST_GLIBC)
-                platform = platform.replace("linux_", f"manylinux_2_{glibc}_", 1)
+        builder = load_emulator_builder()
+        libraries = [
+            library
+            for name in (builder.LIBRARY_NAME, builder.STAND_IN_NAME)
+            for library in Path(self.bdist_dir).rglob(name)
+        ]
+        needed = [glibc for glibc in map(needed_glibc, libraries) if glibc is not None]
+        if needed:
+            glibc = max(*needed, OLDEST_GLIBC)
+            platform = platform.replace("linux_", f"manylinux_2_{glibc}_", 1)
         return ("py3", "none", platform)
 
 

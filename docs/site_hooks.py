@@ -25,7 +25,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 # Every name in `__all__` of these has its entry, and so have the modules that are among the names.
-MODULES = ("deep_moe", "deep_moe.emulator")
+MODULES = ("deep_moe", "deep_moe.emulator", "deep_moe.emulator.cuda")
 # Pages from outside of docs/, by their paths in the repository.
 BESIDE = (
     "CONTRIBUTING.md",

@@ -21,6 +21,9 @@ from pathlib import Path
 LIBRARY_NAME = "libdeep_moe_emulator.so"
 SOURCES = Path(__file__).parent / "src"
 EXPORTED_NAMES = SOURCES / "exported_names.map"
+# The stand-in for CUDA's driver, over this library; it lies in a folder beside it.
+STAND_IN_NAME = "libcuda.so.1"
+STAND_IN_SOURCES = Path(__file__).parent / "cuda" / "src"
 CHECKOUT_BUILDS = Path(__file__).parents[1] / "build" / "emulator"
 
 # No flag that depends on the building machine: hot loops choose their instructions at load time.
@@ -64,6 +67,29 @@ def build(output: Path, *, kept_units: Path | None = None) -> None:
         linked.replace(output)
 
 
+def build_stand_in(output: Path, *, library: Path, kept_units: Path | None = None) -> None:
+    """Compile the stand-in for CUDA's driver into the shared library `output`.
+
+    library: the emulator's, which lies in the folder above that of `output`.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".build-") as folder:
+        headers = f"-DHEADERS={source_digest('*.h', STAND_IN_SOURCES)}"
+        units = compile_units(
+            [*STAND_IN_SOURCES.glob("*.cpp"), SOURCES / "glibc_2_28.cpp"],
+            kept_units or Path(folder),
+            ("-I", str(STAND_IN_SOURCES), headers),
+        )
+        linked = Path(folder) / STAND_IN_NAME
+        versions = STAND_IN_SOURCES / "versions.map"
+        names = (f"-Wl,--version-script={versions}", "-Wl,--exclude-libs,ALL")
+        # Before programs and their libraries begin, their calls have to lead here.
+        order = ("-Wl,-z,initfirst", f"-Wl,-soname,{STAND_IN_NAME}")
+        emulator = (f"-L{library.parent}", f"-l:{library.name}", "-Wl,-rpath,$ORIGIN/..")
+        link(units, linked, (*LINK_FLAGS, *names, *order), emulator)
+        linked.replace(output)
+
+
 def compile_units(
     sources: Iterable[Path], kept_units: Path, more_flags: tuple[str, ...] = ()
 ) -> list[Path]:
@@ -90,8 +116,10 @@ def compile_units(
         return list(pool.map(compile_unit, in_order))
 
 
-def link(units: list[Path], output: Path, flags: tuple[str, ...]) -> None:
-    _run([find_compiler(), *flags, *map(str, units), "-o", str(output)])
+def link(
+    units: list[Path], output: Path, flags: tuple[str, ...], libraries: tuple[str, ...] = ()
+) -> None:
+    _run([find_compiler(), *flags, *map(str, units), *libraries, "-o", str(output)])
 
 
 def find_compiler() -> str:
@@ -110,10 +138,10 @@ def _run(command: list[str]) -> None:
         raise LibraryError(f"{' '.join(command)}\nfailed:\n{result.stderr}")
 
 
-def source_digest(pattern: str = "*.*") -> str:
+def source_digest(pattern: str = "*.*", sources: Path = SOURCES) -> str:
     """Digest of all flags and of the sources whose names match."""
     digest = hashlib.sha256(" ".join(FLAGS + LINK_FLAGS).encode())
-    for source in sorted(SOURCES.glob(pattern)):
+    for source in sorted(sources.glob(pattern)):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -127,6 +155,19 @@ def library_path() -> Path:
     if not built.exists():
         # Processes that build at the same time make the same file; the last rename wins.
         build(built, kept_units=CHECKOUT_BUILDS / "units")
+    return built
+
+
+def stand_in_path() -> Path:
+    """The stand-in for CUDA's driver, built if it is not there yet."""
+    packaged = STAND_IN_SOURCES.parent / STAND_IN_NAME
+    if packaged.exists():
+        return packaged
+    library = library_path()
+    folder = f"cuda-{source_digest(sources=STAND_IN_SOURCES)}"
+    built = library.parent / folder / STAND_IN_NAME
+    if not built.exists():
+        build_stand_in(built, library=library, kept_units=CHECKOUT_BUILDS / "units")
     return built
 
 

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from deep_moe import __version__
+from deep_moe.emulator.cuda.command import CONTEXT_SETTINGS, check
 from deep_moe.errors import DeepMoEError
 
 from . import cache, config, doctor, fuzz, run, time, timeline, trace, tune, warmup
@@ -39,6 +40,7 @@ app.command("tune")(tune.tune)
 app.command("warmup")(warmup.warmup)
 app.add_typer(cache.app, name="cache")
 app.command("doctor")(doctor.doctor)
+app.command("check", context_settings=CONTEXT_SETTINGS)(check)
 
 
 def _flowing(docstring: str | None) -> str:

@@ -277,6 +277,36 @@ EXPORT int dm_kernel_parameter(Handle* h, uint32_t module, const char* kernel, u
     });
 }
 
+// A variable of the module as a rank has it: its address in the host's memory, and its bytes.
+EXPORT int dm_variable(Handle* h, uint32_t module, uint32_t rank, const char* name,
+                       uint64_t* address, uint64_t* bytes) {
+    return guarded(h, "variable", [&] {
+        const Module& m = *h->modules.at(module);
+        const auto& known = h->machine.module_memory(m, h->machine.rank(rank)).addresses;
+        auto found = known.find(name);
+        if (found == known.end())
+            throw Fault(FaultKind::launch, "module " + m.name + " has no variable '" + name + "'");
+        *address = found->second;
+        *bytes = m.variables.at(name).size;
+    });
+}
+
+// What a launch of a kernel takes and allows.
+struct KernelResources {
+    uint32_t static_shared_bytes, local_bytes;  // per CTA, per thread
+    uint32_t max_threads, required_threads[3];  // 0: the PTX does not say
+    uint32_t num_registers;                     // the most per thread, 0: the PTX does not say
+};
+
+EXPORT int dm_kernel_resources(Handle* h, uint32_t module, const char* kernel,
+                               KernelResources* out) {
+    return guarded(h, "launch", [&] {
+        const Program& p = *h->modules.at(module)->programs.at(kernel);
+        *out = {p.static_shared_bytes, p.local_bytes, p.max_threads, {}, p.max_registers};
+        std::copy_n(p.required_threads, 3, out->required_threads);
+    });
+}
+
 EXPORT int dm_launch(Handle* h, uint32_t module, const char* kernel, uint32_t rank,
                      const uint32_t grid[3], const uint32_t block[3], const uint32_t cluster[3],
                      uint32_t shared_bytes, const void* arguments, uint64_t argument_bytes,

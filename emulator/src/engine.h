@@ -64,6 +64,8 @@ struct Engine : Machine {
     void run(const std::function<bool()>& keep_going);
     void reset();                          // forgets all launches
     std::string describe_running() const;  // "" if nothing runs
+    // A module's variables as a rank has them, laid out when first asked for.
+    ModuleMemory& module_memory(const Module& module, Rank& rank);
     void forget_module(const Module& module);
     std::deque<std::unique_ptr<Grid>> grids;  // running
     std::string stall;        // a report of this run, made when nothing changed for a while
@@ -83,7 +85,6 @@ struct Engine : Machine {
     };
 
     // ---- warps
-    ModuleMemory& module_memory(const Module& module, Rank& rank);
     void forget_module(const Module& module, Rank& rank);
     void forget_regions(const Grid& grid);
     void check_memory(const Grid& grid) const;

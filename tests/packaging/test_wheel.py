@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Set
 from pathlib import Path
 
 import pytest
@@ -112,8 +113,8 @@ def symbol_versions(library: Path) -> dict[str, set[tuple[int, ...]]]:
     return versions
 
 
-def check_symbols(library: Path) -> None:
-    """That a library loads wherever glibc is 2.28 or newer."""
+def check_symbols(library: Path, others: Set[str] = frozenset()) -> None:
+    """That a library loads wherever glibc is 2.28 or newer, with the libraries `others`."""
     versions = symbol_versions(library)
     assert set(versions) == {"GLIBC", "GCC"}  # no GLIBCXX, no CXXABI: the C++ library is inside
     assert max(versions["GLIBC"]) <= (2, 28)
@@ -121,7 +122,7 @@ def check_symbols(library: Path) -> None:
     needed = subprocess.run(
         ["objdump", "-p", str(library)], capture_output=True, text=True, check=True
     ).stdout
-    assert set(re.findall(r"NEEDED +(\S+)", needed)) <= {
+    assert set(re.findall(r"NEEDED +(\S+)", needed)) - others <= {
         "libc.so.6",
         "libm.so.6",
         "libgcc_s.so.1",
@@ -133,6 +134,20 @@ def test_the_emulators_library_needs_no_newer_glibc_than_the_wheel_says():
     from deep_moe.emulator import library
 
     check_symbols(library.library_path())
+
+
+def test_the_stand_in_for_the_driver_needs_no_newer_glibc_and_shows_cudas_names_alone():
+    from deep_moe.emulator import library
+
+    path = library.stand_in_path()
+    check_symbols(path, {library.LIBRARY_NAME})
+    listing = subprocess.run(
+        ["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    names = {line.split()[-1] for line in listing.splitlines()}
+    assert {"cuInit", "cudaMalloc", "__cudaRegisterFatBinary"} <= names
+    versions = {"libcudart.so.12", "libcudart.so.13"}  # of the runtime, which programs ask for
+    assert {name for name in names if not name.startswith(("cu", "__cuda"))} == versions
 
 
 def test_the_emulators_library_shows_its_c_abi_and_nothing_else():
@@ -152,8 +167,10 @@ def test_the_emulators_library_shows_its_c_abi_and_nothing_else():
 @pytest.mark.slow
 def test_the_tag_says_any_python_3_on_linux_with_glibc_2_28(wheel: Path, installed: Path):
     assert wheel.name == "deep_moe-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
-    (library,) = (installed / "deep_moe" / "emulator").glob("*.so")
+    emulator = installed / "deep_moe" / "emulator"
+    (library,) = emulator.glob("*.so")
     check_symbols(library)
+    check_symbols(emulator / "cuda" / "libcuda.so.1", {library.name})
 
 
 @pytest.mark.slow

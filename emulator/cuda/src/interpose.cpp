@@ -1,0 +1,162 @@
+// Leads the calls of programs that hold NVIDIA's static CUDA runtime to the one of this library.
+//
+// nvcc links the runtime statically unless told otherwise. Its functions then are in the program,
+// under their names in its symbol table. Before the program starts, each of them gets a jump to
+// ours at its beginning; those that we do not have get one to a refusal. The program's file is left
+// alone, and a stripped program cannot be helped: entry_points.cpp says so.
+#include <elf.h>
+#include <fcntl.h>
+#include <link.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "runtime_state.h"
+
+namespace deep_moe::cuda {
+
+namespace {
+
+#if defined(__x86_64__)
+constexpr unsigned char jump_code[] = {0xff, 0x25, 0, 0, 0, 0};             // jmp [next]
+constexpr unsigned char refusal_code[] = {0x48, 0x8b, 0x3d, 0x09, 0, 0, 0,  // mov rdi, [16]
+                                          0xff, 0x25, 0x0b, 0,    0, 0,     // jmp [24]
+                                          0x90, 0x90, 0x90};
+#elif defined(__aarch64__)
+constexpr uint32_t jump_code[] = {0x58000050, 0xd61f0200};  // ldr x16, [8]; br x16
+constexpr uint32_t refusal_code[] = {0x58000080, 0x580000b0, 0xd61f0200, 0xd503201f};
+#else
+#error "the stand-in for CUDA's driver knows x86-64 and aarch64"
+#endif
+constexpr size_t jump_bytes = sizeof jump_code + 8;
+
+int refuse(const char* name) {
+    runtime::enter();
+    return runtime::finish(guarded(name, [](StandIn&) {
+        throw Failure{not_supported, "the emulator does not have this call"};
+    }));
+}
+
+// Code that calls `refuse` with a name.
+void* make_refusal(const char* name) {
+    static unsigned char* next = nullptr;
+    static size_t left = 0;
+    constexpr size_t bytes = sizeof refusal_code + 16, chunk = 1 << 16;
+    if (left < bytes) {
+        void* page = mmap(nullptr, chunk, PROT_READ | PROT_WRITE | PROT_EXEC,
+                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (page == MAP_FAILED) return nullptr;
+        next = static_cast<unsigned char*>(page);
+        left = chunk;
+    }
+    unsigned char* code = next;
+    auto* target = &refuse;
+    std::memcpy(code, refusal_code, sizeof refusal_code);
+    std::memcpy(code + sizeof refusal_code, &name, 8);
+    std::memcpy(code + sizeof refusal_code + 8, &target, 8);
+    next += bytes;
+    left -= bytes;
+    return code;
+}
+
+void write_jump(void* at, void* target) {
+    const auto page = uintptr_t(sysconf(_SC_PAGESIZE)),
+               first = reinterpret_cast<uintptr_t>(at) / page * page,
+               end = reinterpret_cast<uintptr_t>(at) + jump_bytes;
+    auto* begin = reinterpret_cast<void*>(first);
+    if (mprotect(begin, end - first, PROT_READ | PROT_WRITE | PROT_EXEC)) return;
+    std::memcpy(at, jump_code, sizeof jump_code);
+    std::memcpy(static_cast<char*>(at) + sizeof jump_code, &target, 8);
+    mprotect(begin, end - first, PROT_READ | PROT_EXEC);
+    __builtin___clear_cache(static_cast<char*>(at), static_cast<char*>(at) + jump_bytes);
+}
+
+struct File {
+    int handle;
+    explicit File(const char* path) : handle(open(path, O_RDONLY | O_CLOEXEC)) {}
+    ~File() {
+        if (handle >= 0) close(handle);
+    }
+    bool read(void* to, size_t bytes, uint64_t at) const {
+        return handle >= 0 && pread(handle, to, bytes, off_t(at)) == ssize_t(bytes);
+    }
+};
+
+struct Named {
+    std::string name;
+    uintptr_t address;
+    size_t bytes;
+};
+
+// The functions in a file's symbol table whose names begin like the runtime's.
+std::vector<Named> runtime_functions(const char* path, uintptr_t base) {
+    std::vector<Named> found;
+    const File file(path);
+    Elf64_Ehdr header;
+    if (!file.read(&header, sizeof header, 0) || std::memcmp(header.e_ident, ELFMAG, SELFMAG) ||
+        header.e_shentsize != sizeof(Elf64_Shdr))
+        return found;
+    std::vector<Elf64_Shdr> sections(header.e_shnum);
+    if (!file.read(sections.data(), sections.size() * sizeof(Elf64_Shdr), header.e_shoff))
+        return found;
+    for (const Elf64_Shdr& section : sections) {
+        if (section.sh_type != SHT_SYMTAB || section.sh_link >= sections.size()) continue;
+        const Elf64_Shdr& text = sections[section.sh_link];
+        std::vector<Elf64_Sym> symbols(section.sh_size / sizeof(Elf64_Sym));
+        std::string names(text.sh_size, '\0');
+        if (!file.read(symbols.data(), symbols.size() * sizeof(Elf64_Sym), section.sh_offset) ||
+            !file.read(names.data(), names.size(), text.sh_offset))
+            continue;
+        for (const Elf64_Sym& symbol : symbols) {
+            if (ELF64_ST_TYPE(symbol.st_info) != STT_FUNC || symbol.st_shndx == SHN_UNDEF ||
+                symbol.st_name >= names.size())
+                continue;
+            const char* name = names.c_str() + symbol.st_name;
+            if (std::strncmp(name, "cuda", 4) == 0 || std::strncmp(name, "__cuda", 6) == 0)
+                found.push_back({name, base + symbol.st_value, symbol.st_size});
+        }
+    }
+    return found;
+}
+
+void redirect(const char* path, uintptr_t base) {
+    const std::vector<Named> functions = runtime_functions(path, base);
+    // A program may have functions of its own with such names; the runtime's lie together.
+    uintptr_t first = UINTPTR_MAX, last = 0;
+    bool has_runtime = false;
+    for (const Named& f : functions) {
+        const void* ours = exported_function(f.name.c_str());
+        if (reinterpret_cast<uintptr_t>(ours) == f.address) return;  // this library itself
+        has_runtime |= f.name == "__cudaRegisterFatBinary";
+        if (!ours) continue;
+        first = std::min(first, f.address);
+        last = std::max(last, f.address);
+    }
+    if (!has_runtime) return;
+    for (const Named& f : functions) {
+        if (f.bytes < jump_bytes) continue;
+        void* ours = exported_function(f.name.c_str());
+        if (!ours && f.address > first && f.address < last && f.name.find('.') == std::string::npos)
+            ours = make_refusal(strdup(f.name.c_str()));
+        if (ours) write_jump(reinterpret_cast<void*>(f.address), ours);
+    }
+}
+
+// Before any constructor of the program registers its kernels.
+__attribute__((constructor)) void redirect_static_runtimes() {
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void*) {
+            const bool is_program = !info->dlpi_name || !*info->dlpi_name;
+            redirect(is_program ? "/proc/self/exe" : info->dlpi_name, info->dlpi_addr);
+            return 0;
+        },
+        nullptr);
+}
+
+}  // namespace
+
+}  // namespace deep_moe::cuda

@@ -12,9 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from deep_moe.formats.block_scaled import quantize_e4m3_ue8m0
-from deep_moe.formats.float_scaled import GROUP_SIZE, quantize_e4m3_float
-from deep_moe.fused.input_preparation import prepare_rows
 from deep_moe.heuristics.domain_relay import RelayShape
 from deep_moe.heuristics.low_latency import NUM_HALVES
 
@@ -29,6 +26,7 @@ from .domain_routes import (
 )
 from .domain_transport import DomainTransport
 from .foreign_tokens import raise_overflow, worst_of
+from .quantized_rows import quantize_rows, unrouted
 from .split_layer import ROW_DTYPES
 
 Wait = Callable[[], None]
@@ -183,24 +181,10 @@ class DomainRelay:
             self.x[own].copy_(x)
             if x_sf is not None:
                 self.x_sf[own].copy_(x_sf)
-        elif tokens.is_of_products and self.shape.group_size == GROUP_SIZE and not self._is_fp16:
-            ids, weights, *outputs = self._unrouted
-            first = slice(self.shape.num_max_tokens_per_rank)
-            rows = (self.x[first], self.x_sf[first], *outputs)
-            prepare_rows(x, ids[own], weights[own], rows, self._arch)
         else:
-            values, scales = self._quantize(x)
-            self.x[own].copy_(values)
-            self.x_sf[own].copy_(scales)
-
-    def _quantize(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What no kernel prepares, by the same rules."""
-        tokens = self.shape.tokens
-        if tokens.values_per_scale < tokens.values_per_word and not tokens.packs_scales:
-            return quantize_e4m3_ue8m0(x.float())
-        return quantize_e4m3_float(
-            x, powers_of_two=tokens.rounds_scales, group_size=self.shape.group_size
-        )
+            first = slice(self.shape.num_max_tokens_per_rank)
+            rows = self.x[first], self.x_sf[first]
+            quantize_rows(x, tokens, *rows, self._unrouted, self._arch, packs=False)
 
     def _list_weights(self, call: RelayedCall, topk_weights: torch.Tensor | None) -> None:
         if topk_weights is not None:
@@ -327,7 +311,6 @@ class DomainRelay:
 
         num_words = shape.num_scale_words
         scale_dtype = torch.float32 if tokens.packs_scales else tokens.scale_torch_dtype
-        self._is_fp16 = shape.dtype == "fp16"
         dtype = tokens.dtype if tokens.has_scales else ROW_DTYPES[shape.dtype]
         self.x = zeros((num_listed, shape.hidden * dtype.itemsize), torch.uint8).view(dtype)
         self.x_sf = zeros((num_listed, num_words), scale_dtype or torch.int32)
@@ -349,10 +332,7 @@ class DomainRelay:
         self._sent_weights = zeros((shape.num_chunk_sent, num_topk), torch.float32)
         size = (NUM_HALVES, shape.num_partial_rows, shape.hidden)
         self._partials = zeros(size, ROW_DTYPES[shape.dtype])
-        # What quantizes takes a router's output along.
-        slots = (max_tokens, num_topk)
-        dtypes = torch.int64, torch.float32
-        self._unrouted = [zeros(slots, dtype) for dtype in (*dtypes, *dtypes)]
+        self._unrouted = unrouted(max_tokens, num_topk, self.device)
         # The domain's own number of each expert, -1 for others'. The last is that of the id -1,
         # which `torch.take` counts from the end.
         number = shape.num_experts_per_domain

@@ -73,6 +73,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         x_sfs: Tensors | None = None,
         token_format: str | None = None,
         handles: Sequence[AllToAllHandle] | None = None,
+        row_ids: bool = False,
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> list[tuple[Received, AllToAllHandle]]:
@@ -85,6 +86,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
             x_sfs: each rank's x_sf.
             token_format: of this call.
             handles: each rank's handle, instead of topk_idxs.
+            row_ids: as of `AllToAll.dispatch`.
             ranks: those that take part, by default all; the others never arrive, and lists are of
                 these only.
             schedule: how warps are interleaved.
@@ -99,7 +101,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
 
         def prepare(layer: AllToAll, i: int) -> tuple[Launch, tuple[Received, AllToAllHandle]]:
             own: dict[str, Any] = {name: values[i] for name, values in given.items()}
-            return layer.prepare_dispatch(xs[i], token_format=token_format, **own)
+            return layer.prepare_dispatch(xs[i], token_format=token_format, row_ids=row_ids, **own)
 
         return self._run_all(prepare, ranks, schedule)
 

@@ -94,6 +94,9 @@ class Received(NamedTuple):
         topk_weights: float32 [N], of the slot that a row is for; None if the dispatch had none to
             send.
         num_rows: int32 [1], where all rows end, the last of expert_end.
+        row_ids: int64 [N], which slot of which token a row is for, -1 of the padding:
+            (source rank * max_tokens_per_rank + token) * num_topk + slot; None if the dispatch was
+            not asked.
     """
 
     x: torch.Tensor
@@ -103,6 +106,7 @@ class Received(NamedTuple):
     expert_end: torch.Tensor
     topk_weights: torch.Tensor | None
     num_rows: torch.Tensor
+    row_ids: torch.Tensor | None = None
 
 
 class AllToAll(SplitLayer):
@@ -219,6 +223,7 @@ class AllToAll(SplitLayer):
         x_sf: torch.Tensor | None = None,
         token_format: str | None = None,
         handle: AllToAllHandle | None = None,
+        row_ids: bool = False,
     ) -> tuple[Received, AllToAllHandle]:
         """Send every token to the ranks of its experts, once to each, and receive those of the
         local ones, a row for each slot.
@@ -237,6 +242,7 @@ class AllToAll(SplitLayer):
                 without counts. What combine's gradient needs: with topk_weights each row is
                 multiplied by its slot's, in float32, and rounded once; they are not sent then, and
                 tokens is "bf16".
+            row_ids: whether to tell of each row which slot it is for.
 
         tokens, and whether there are topk_weights, x_sf and a handle, must be the same on all
         ranks. Returns what was received and the handle for `combine`.
@@ -248,6 +254,7 @@ class AllToAll(SplitLayer):
             x_sf=x_sf,
             token_format=token_format,
             handle=handle,
+            row_ids=row_ids,
         )
         self.run(launch)
         return result
@@ -353,6 +360,7 @@ class AllToAll(SplitLayer):
         x_sf: torch.Tensor | None = None,
         token_format: str | None = None,
         handle: AllToAllHandle | None = None,
+        row_ids: bool = False,
     ) -> tuple[Launch, tuple[Received, AllToAllHandle]]:
         """The kernel of a dispatch, after all checks."""
         self._buffer.raise_if_unusable()
@@ -404,7 +412,8 @@ class AllToAll(SplitLayer):
                     f"'bf16': only such rows are multiplied; got {config.token_format!r}"
                 )
         self._check_weights(topk_weights, num_tokens)
-        received = self._empty_received(config, handle)
+        require_type("row_ids", row_ids, bool, "a bool")
+        received = self._empty_received(config, handle, row_ids)
         args = self._args(handle)
         places = {
             "slot_rows": handle.slot_rows,
@@ -418,6 +427,7 @@ class AllToAll(SplitLayer):
             "recv_x": received.x,
             "recv_scales": received.x_sf,
             "recv_weights": received.topk_weights,
+            "row_ids": received.row_ids,
         }
         if config.knows_rows:
             read.update(places)
@@ -562,7 +572,9 @@ class AllToAll(SplitLayer):
             own_rows=self._empty((shape.num_experts_per_rank, 2), torch.int32),
         )
 
-    def _empty_received(self, config: ThroughputConfig, handle: AllToAllHandle) -> Received:
+    def _empty_received(
+        self, config: ThroughputConfig, handle: AllToAllHandle, row_ids: bool
+    ) -> Received:
         num_rows = self.shape.max_recv_rows
         scales = weights = None
         dtype = config.tokens.scale_torch_dtype
@@ -580,6 +592,7 @@ class AllToAll(SplitLayer):
             handle.expert_end,
             weights,
             handle.expert_end[-1:],
+            self._empty((num_rows,), torch.int64) if row_ids else None,
         )
 
     def _check_tokens(

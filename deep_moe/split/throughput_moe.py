@@ -18,6 +18,7 @@ from deep_moe.weights import DEFAULT_WEIGHTS
 from deep_moe.weights.layers import MegaMoEWeights
 
 from .grouped_experts import GroupedExperts
+from .quantized_rows import Unrouted, quantize_rows, unrouted
 from .throughput import AllToAll, AllToAllHandle, Received
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class ThroughputMoE:
         biases: as of `GroupedExperts`.
         token_format: in which tokens travel, one that `GroupedExperts` has for the weights: by
             default "mxfp8", and "bf16" for bf16 weights.
+        quantize_behind: whether tokens travel as bfloat16 and are quantized to token_format where
+            their experts are. Results have the same bits; the links carry twice the bytes.
         activation: as of `GroupedExperts`.
         activation_clamp: as of `GroupedExperts`.
         fast_math: as of `GroupedExperts`.
@@ -101,6 +104,7 @@ class ThroughputMoE:
         weights: str = DEFAULT_WEIGHTS,
         biases: bool = False,
         token_format: str | None = None,
+        quantize_behind: bool = False,
         activation: str | Activation = DEFAULT_ACTIVATION,
         activation_clamp: float | None = None,
         fast_math: bool = True,
@@ -121,6 +125,7 @@ class ThroughputMoE:
             "checked": checked,
             "schedule_seed": schedule_seed,
         }
+        require_type("quantize_behind", quantize_behind, bool, "a bool")
         num_ranks = ranks_of(group)
         if max_recv_rows is None:
             max_recv_rows = most_rows(num_ranks, max_tokens_per_rank, num_topk)
@@ -152,11 +157,12 @@ class ThroughputMoE:
                 num_topk,
                 max_recv_rows,
                 expert_alignment=EXPERT_ALIGNMENT,
-                token_format=self.experts.token_format,
+                token_format="bf16" if quantize_behind else self.experts.token_format,
                 device=device,
                 enable_profiling=enable_profiling,
                 **of_both,
             )
+            self._behind = self._quantized_rows() if quantize_behind else None
         except BaseException:
             self.experts.close()
             raise
@@ -174,6 +180,7 @@ class ThroughputMoE:
         shape = all_to_all.shape
         layer = cls.__new__(cls)
         layer.all_to_all = all_to_all
+        layer._behind = None
         layer.experts = GroupedExperts(
             shape.max_recv_rows,
             shape.hidden,
@@ -184,6 +191,23 @@ class ThroughputMoE:
             **experts,
         )
         return layer
+
+    def _quantized_rows(self) -> tuple[torch.Tensor, torch.Tensor, Unrouted] | None:
+        """Room for received rows as the experts take them; None where that is bfloat16."""
+        tokens, shape = self.experts.tokens, self.all_to_all.shape
+        dtype = tokens.scale_torch_dtype
+        if not tokens.has_scales or dtype is None:
+            return None
+        if not tokens.is_of_all_to_alls:
+            raise ValueError(
+                "quantize_behind must be False for a token_format with a scale for each token; "
+                f"got True for {tokens.name!r}"
+            )
+        device, num_rows = self.all_to_all.device, shape.max_recv_rows
+        num_words = tokens.num_scale_words(shape.hidden)
+        values = torch.zeros((num_rows, shape.hidden), dtype=torch.uint8, device=device)
+        scales = torch.zeros((num_rows, num_words), dtype=dtype, device=device)
+        return values.view(tokens.dtype), scales, unrouted(num_rows, 1, device)
 
     def __repr__(self) -> str:
         return f"ThroughputMoE({self.all_to_all!r}, {self.experts!r})"
@@ -247,9 +271,15 @@ class ThroughputMoE:
             l2_bias: those of Linear2.
         """
         require_type("received", received, Received, "what a dispatch returned")
+        x, scales = received.x, received.x_sf
+        if self._behind is not None:
+            *rows, scratch = self._behind
+            arch = self.all_to_all.settings.arch
+            quantize_rows(x, self.experts.tokens, *rows, scratch, arch, packs=True)
+            x, scales = rows
         return self.experts(
-            received.x,
-            received.x_sf,
+            x,
+            scales,
             weights,
             received.expert_count,
             received.expert_begin,

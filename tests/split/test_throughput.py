@@ -20,6 +20,7 @@ from .throughput_reference import (
     expected_scalars,
     expected_sums,
     handles_of,
+    places_of,
     random_inputs,
 )
 
@@ -387,3 +388,22 @@ def test_kernels_behind_a_failed_one_do_nothing() -> None:
             layer.run(queues)
         for x, out in zip(inputs.xs, outs, strict=True):
             assert torch.equal(bits(out), bits(x))
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_rows_say_whose_they_are(is_known: bool) -> None:
+    """With a handle, too, whose weights multiply; padding is nobody's."""
+    with EmulatedThroughputAllToAll(*(2, 4, 128, 4, 3, 64), expert_alignment=4, num_sms=2) as ranks:
+        inputs = random_inputs(ranks.shape, (4, 2), 3)
+        results = ranks.dispatch(inputs.xs, inputs.topk_idxs, row_ids=not is_known)
+        if is_known:
+            assert all(received.row_ids is None for received, _ in results)
+            handles = [handle for _, handle in results]
+            results = ranks.dispatch(
+                inputs.xs, handles=handles, topk_weights=inputs.topk_weights, row_ids=True
+            )
+        for rank, (received, _) in enumerate(results):
+            rows = places_of(ranks.shape, inputs.topk_idxs, rank).rows
+            expected = [-1 if row is None else (row[0] * 4 + row[1]) * 3 + row[2] for row in rows]
+            assert received.row_ids is not None
+            assert received.row_ids[: len(rows)].tolist() == expected

@@ -12,6 +12,7 @@ from deep_moe.errors import MegaMoEError
 from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of
+from deep_moe.tokens import token_format as token_format_of
 from deep_moe.trial.bounds import reference_bounds
 from deep_moe.trial.calls import model_inputs, rank_operands
 from deep_moe.trial.comparison import compare
@@ -86,3 +87,35 @@ def test_what_is_no_dispatch_is_not_computed() -> None:
         layer.compute(torch.zeros(3, 256), None)  # type: ignore[arg-type]
     assert "ThroughputMoE" in repr(layer)
     assert layer.nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "token_format"),
+    [("mxfp4", "mxfp8"), ("fp8", "fp8_128"), ("mxfp4", "fp8_128_ue8m0"), ("bf16", "bf16")],
+)
+def test_tokens_quantized_behind_the_links_have_the_same_bits(weights, token_format) -> None:
+    in_products = token_format_of(token_format).in_products
+    shape = MoEShape(1, 4, 2, 512, 128, 8, weights=weights, token_format=in_products)
+    block = target_of(ARCH).weights_of(weights, in_products).scale_block
+    operands, _ = rank_operands(
+        shape, exact_layer(shape, scale_block=block), 0, torch.device("cpu"), ARCH
+    )
+    x, tokens = model_inputs(exact_tokens(shape, 5))
+    results = []
+    for behind in (False, True):
+        options = {"weights": weights, "token_format": token_format, "quantize_behind": behind}
+        layer = ThroughputMoE(
+            *(None, 8, 512, 128, 4, 2), arch=ARCH, num_sms=2, device="cpu", **options
+        )
+        assert layer.all_to_all.token_format == ("bf16" if behind else token_format)
+        results.append(layer(x, tokens.topk_idx, tokens.topk_weights, operands))
+        layer.close()
+    assert torch.equal(results[0].view(torch.int16), results[1].view(torch.int16))
+    assert results[0].any()
+
+
+def test_a_scale_for_each_token_is_not_made_behind() -> None:
+    with pytest.raises(ValueError, match=r"quantize_behind must be False.*'fp8_token'"):
+        layer_of(weights="fp8", token_format="fp8_token", quantize_behind=True)
+    with pytest.raises(TypeError, match="quantize_behind must be a bool"):
+        layer_of(quantize_behind="yes")

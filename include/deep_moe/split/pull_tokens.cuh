@@ -105,6 +105,11 @@ class TokenPull {
         const bool is_here = row != not_here;
         const uint32_t slots = __ballot_sync(full_warp, is_here);
         if (slots == 0) return;
+        if (args_.row_ids != nullptr && is_here) {
+            const uint32_t first_slot =  // of the source's
+                source * Config::max_tokens_per_rank * Config::num_topk;
+            args_.row_ids[row] = int64_t{first_slot} + slot_idx;
+        }
         // All loads of a token are under way before the first of them is waited for.
         float weight = 0.0f;
         if constexpr (Config::has_weights) {
@@ -149,6 +154,7 @@ class TokenPull {
         if constexpr (Config::has_weights && !Rows::are_known) {
             if (ptx::lane_idx() == 0) args_.recv_weights[row] = 0.0f;
         }
+        if (args_.row_ids != nullptr && ptx::lane_idx() == 0) args_.row_ids[row] = -1;
     }
 
     const ThroughputArgs& args_;

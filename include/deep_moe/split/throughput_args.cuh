@@ -35,6 +35,7 @@ struct ThroughputArgs {
     void* recv_x;           // [N, hidden] of the format
     uint32_t* recv_scales;  // [N, words]
     float* recv_weights;    // [N]
+    int64_t* row_ids;       // [N]: of a row's slot among those of all ranks; null if nobody asks
 
     // Combine.
     const void* y;         // bf16 [N, hidden]; null if it lies in the symmetric buffer

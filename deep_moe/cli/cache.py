@@ -18,7 +18,7 @@ app = typer.Typer(no_args_is_help=True, help="List, verify, prune or clear the c
 
 @app.command("list")
 def list_entries(folder: FolderOption = None, as_json: JsonOption = False) -> None:
-    """Show every compiled kernel: its layer, its weights, and whether calls still take it."""
+    """List every compiled kernel: its layer, its weights, and whether calls still use it."""
     from deep_moe.jit import KernelCache, outdated
 
     cache = KernelCache(folder)
@@ -61,8 +61,8 @@ def list_entries(folder: FolderOption = None, as_json: JsonOption = False) -> No
 
 @app.command("verify")
 def verify(folder: FolderOption = None, as_json: JsonOption = False) -> None:
-    """Compare every file with the checksum recorded for it; exit 1 if one differs. Kernels of other
-    versions of deep_moe are never used, and not compared."""
+    """Compare every file with its recorded checksum; exit 1 if one differs. Kernels of other
+    versions of deep_moe are never used, so they are not compared."""
     from deep_moe.jit.cache import KernelCache
 
     cache = KernelCache(folder)
@@ -91,8 +91,8 @@ def verify(folder: FolderOption = None, as_json: JsonOption = False) -> None:
 
 @app.command("clear")
 def clear(folder: FolderOption = None, as_json: JsonOption = False) -> None:
-    """Delete every compiled kernel; the next call compiles what it needs. Everything else in the
-    folder stays, and a folder that is not a kernel cache is refused."""
+    """Delete every compiled kernel; the next call compiles what it needs. Other files in the folder
+    stay. A folder that is not a kernel cache is an error."""
     from deep_moe.jit.cache import KernelCache
 
     cache = KernelCache(folder)
@@ -105,8 +105,8 @@ def clear(folder: FolderOption = None, as_json: JsonOption = False) -> None:
 
 @app.command("prune")
 def prune(folder: FolderOption = None, as_json: JsonOption = False) -> None:
-    """Delete the kernels that this installation does not take any more: made with other headers,
-    options or another compiler, damaged, or of other versions of deep_moe."""
+    """Delete the kernels that this installation no longer uses: made with other headers, options or
+    another compiler, damaged, or of other versions of deep_moe."""
     from deep_moe import jit
 
     cache = jit.KernelCache(folder)

@@ -69,13 +69,11 @@ def config(
     override: OverrideOption = None,
     uneven: Annotated[
         bool,
-        typer.Option(
-            "--uneven", help="As if the experts' counts had differed in the call before (SM90)."
-        ),
+        typer.Option("--uneven", help="As after a call with uneven routing (SM90)."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the chosen config, the reason of each field, what was measured of the layer, the memory
+    """Print the chosen config, the reason for each field, the measurements of the layer, the memory
     maps and the schedule."""
     from deep_moe.targets import choose_config
 

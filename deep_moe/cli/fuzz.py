@@ -23,8 +23,10 @@ NUM_WORKERS = 2
 
 
 def fuzz(
-    hours: Annotated[float, typer.Option("--hours", min=0, help="How long to go on.")] = 0,
-    minutes: Annotated[float, typer.Option("--minutes", min=0, help="Added to --hours.")] = 0,
+    hours: Annotated[float, typer.Option("--hours", min=0, help="Time limit in hours.")] = 0,
+    minutes: Annotated[
+        float, typer.Option("--minutes", min=0, help="Minutes, added to --hours.")
+    ] = 0,
     first: Annotated[
         int, typer.Option("--first", min=0, max=MAX_SEED, help="Number of the first case.")
     ] = 0,
@@ -55,14 +57,16 @@ def fuzz(
     ] = None,
     grid: Annotated[
         bool,
-        typer.Option("--grid", help="All cases of the grid, once; takes a core some hours."),
+        typer.Option(
+            "--grid", help="Run every case of the grid once; takes some hours of one core."
+        ),
     ] = False,
     corpus: Annotated[
         Path | None,
         typer.Option(
             "--corpus",
             dir_okay=False,
-            help="A file of case numbers, one per line: they come first; what fails is added.",
+            help="File of case numbers, one per line. They run first; failing cases are added.",
         ),
     ] = None,
     workers: Annotated[
@@ -70,8 +74,8 @@ def fuzz(
     ] = NUM_WORKERS,
     as_json: JsonOption = False,
 ) -> None:
-    """Run cases; each failure ends with the line that repeats it, and the whole with what the cases
-    were."""
+    """Run random small layers with all checks on. Each failure ends with the command that repeats
+    it, and the run ends with a summary of the cases."""
     from deep_moe.targets import target_of
     from deep_moe.trial.fuzz_workers import outcomes
     from deep_moe.trial.fuzzing import (

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 MODELS = ", ".join(PRESETS)
 MAX_SEED = 2**63 - 1  # as large as ranks can still be added to in 64 bits
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON document instead of text.")
+]
 HtmlOption = Annotated[
     Path | None,
     typer.Option(
@@ -32,18 +34,16 @@ HtmlOption = Annotated[
 ]
 ArchOption = Annotated[
     str | None,
-    typer.Option(
-        "--arch", help="Architecture the kernel is made for; default: that of --gpu, or sm_100a."
-    ),
+    typer.Option("--arch", help="Architecture of the kernel; default: that of --gpu, or sm_100a."),
 ]
 NumSmsOption = Annotated[
     int | None,
-    typer.Option("--num-sms", help="CTAs of the launch; default: the SMs of a GPU of --arch."),
+    typer.Option("--num-sms", help="CTAs of the launch; default: all SMs of a GPU of --arch."),
 ]
 GpuOption = Annotated[
     str | None,
     typer.Option(
-        "--gpu", help='Use what was measured on this GPU: "NVIDIA H200". Default: nothing.'
+        "--gpu", help='Use the tuning tables of this GPU, e.g. "NVIDIA H200"; default: none.'
     ),
 ]
 ModelOption = Annotated[
@@ -53,17 +53,17 @@ ModelOption = Annotated[
 RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Ranks that share the experts.")]
 SeedOption = Annotated[
     int,
-    typer.Option("--seed", min=0, max=MAX_SEED, help="Of weights, tokens and routing."),
+    typer.Option("--seed", min=0, max=MAX_SEED, help="Seed of weights, tokens and routing."),
 ]
-HiddenOption = Annotated[int | None, typer.Option("--hidden", help="Width of a token.")]
+HiddenOption = Annotated[int | None, typer.Option("--hidden", help="Values of a token.")]
 IntermediateOption = Annotated[
-    int | None, typer.Option("--intermediate", help="Width between the two linear layers.")
+    int | None, typer.Option("--intermediate", help="Values between Linear1 and Linear2.")
 ]
 ExpertsOption = Annotated[
     int | None, typer.Option("--experts", help="Experts of all ranks together.")
 ]
 TokensOption = Annotated[
-    str, typer.Option("--tokens", help='Tokens of every rank, or of each: "5,0,17".')
+    str, typer.Option("--tokens", help='Tokens per rank: one number, or one per rank: "5,0,17".')
 ]
 TopkOption = Annotated[int | None, typer.Option("--topk", help="Expert slots per token.")]
 ActivationOption = Annotated[
@@ -71,7 +71,7 @@ ActivationOption = Annotated[
     typer.Option(
         "--activation",
         metavar="NAME[:PARAMETER=NUMBER,...]",
-        help=f"What comes between the linear layers: {', '.join(ACTIVATIONS)}; "
+        help=f"Activation between Linear1 and Linear2: {', '.join(ACTIVATIONS)}; "
         "default: the model's, or swiglu.",
     ),
 ]
@@ -86,47 +86,47 @@ TokenFormatOption = Annotated[
     str | None,
     typer.Option(
         "--token-format",
-        help="Format of the tokens beside these weights: "
+        help="Format of the tokens: "
         f"{', '.join(name for name in TOKEN_FORMATS if token_format_of(name).is_of_products)}; "
-        "default: what goes with the weights.",
+        "default: the usual one of the weights.",
     ),
 ]
 BiasesOption = Annotated[
-    bool, typer.Option("--biases", help="Both linear layers have biases, as a model's may anyway.")
+    bool, typer.Option("--biases", help="Add biases to both linear layers; some models have them.")
 ]
 ClampOption = Annotated[
     float | None,
-    typer.Option("--clamp", help="Bound of gate and up, of an activation without parameters."),
+    typer.Option("--clamp", help="Bound of gate and up, if --activation gives no parameters."),
 ]
-AccumulateOption = Annotated[bool, typer.Option("--accumulate", help="Calls add to what y holds.")]
+AccumulateOption = Annotated[bool, typer.Option("--accumulate", help="Calls add to y.")]
 OverrideOption = Annotated[
     list[str] | None,
-    typer.Option("--override", help="FIELD=VALUE, taken instead of the heuristic's choice."),
+    typer.Option("--override", help="FIELD=VALUE of the config, in place of the chosen value."),
 ]
 MaxTokensOption = Annotated[
     int | None,
     typer.Option(
-        "--max-tokens", min=1, help="Capacity of the buffer per rank; default: the tokens."
+        "--max-tokens", min=1, help="Most tokens per rank of the buffer; default: --tokens."
     ),
 ]
 PoolTokensOption = Annotated[
     int | None,
     typer.Option(
         "--pool-tokens",
-        help="Rows of the pool, a multiple of 384, used again within a call where there are too "
-        f"few; 0: as many as a call may bring. Default: {DEFAULT_POOL_TOKENS} of a buffer for the "
-        "fused kernel, otherwise 0.",
+        help="Rows of the pool, a multiple of 384; a call with more rows reuses them. "
+        "0: as many rows as a call may bring. "
+        f"Default: {DEFAULT_POOL_TOKENS} for the fused kernel, otherwise 0.",
     ),
 ]
 SharedExpertsOption = Annotated[
     int,
     typer.Option(
-        "--shared-experts", help="Experts that every token goes to beside its slots, 0 to 4."
+        "--shared-experts", help="Experts that every token goes to besides its top-k, 0 to 4."
     ),
 ]
 FolderOption = Annotated[
     Path | None,
-    typer.Option("--folder", help="Cache folder; by default DEEP_MOE_CACHE_DIR or the user's."),
+    typer.Option("--folder", help="Cache folder; default: DEEP_MOE_CACHE_DIR, or the user's."),
 ]
 
 # What is run if no model is named; 4 experts per rank.

@@ -85,15 +85,15 @@ def run(
         typer.Option(
             "--domains",
             min=1,
-            help="NVLink domains of the ranks: more than 1 is the two-level path.",
+            help="NVLink domains of the ranks; more than 1 runs the two-level path.",
         ),
     ] = 1,
     chunks: Annotated[
-        int, typer.Option("--chunks", min=1, help="Parts that tokens between domains go in.")
+        int, typer.Option("--chunks", min=1, help="Parts in which tokens travel between domains.")
     ] = 1,
     exact_sizes: Annotated[
         bool,
-        typer.Option("--exact-sizes", help="Only what is needed travels between domains."),
+        typer.Option("--exact-sizes", help="Send only rows with tokens between domains."),
     ] = False,
     tokens: TokensOption = "16",
     max_tokens: MaxTokensOption = None,
@@ -114,7 +114,7 @@ def run(
     biases: BiasesOption = False,
     token_format: TokenFormatOption = None,
     exact: Annotated[
-        bool, typer.Option("--exact", help="A case whose result must agree bit for bit.")
+        bool, typer.Option("--exact", help="Run an exact case: results must agree bit for bit.")
     ] = False,
     seed: SeedOption = 0,
     activation: ActivationOption = None,
@@ -122,7 +122,7 @@ def run(
     accumulate: AccumulateOption = False,
     calls: Annotated[
         int,
-        typer.Option("--calls", min=1, help="Calls in the same buffers, each with other tokens."),
+        typer.Option("--calls", min=1, help="Calls in the same buffers, with new tokens each."),
     ] = 1,
     unused_slots: Annotated[
         int, typer.Option("--unused-slots", min=0, help="Slots of each token that are -1.")
@@ -156,11 +156,11 @@ def run(
         typer.Option(
             "--recv-rows",
             min=1,
-            help="With --path throughput: most rows of a rank's experts; default: all of them.",
+            help="With --path throughput: most rows that a rank receives; default: no limit.",
         ),
     ] = None,
     processes: Annotated[
-        bool, typer.Option("--processes", help="A process per rank, on a CPU too.")
+        bool, typer.Option("--processes", help="One process per rank, also on a CPU.")
     ] = False,
     num_sms: Annotated[
         int | None, typer.Option("--num-sms", help="CTAs; default: 4 on a CPU, else all SMs.")
@@ -169,7 +169,7 @@ def run(
     schedule_seed: Annotated[
         int | None,
         typer.Option(
-            "--schedule-seed", min=0, max=MAX_SEED, help="Which interleaving the emulator takes."
+            "--schedule-seed", min=0, max=MAX_SEED, help="Seed of the emulator's schedule."
         ),
     ] = None,
     as_json: JsonOption = False,

@@ -62,7 +62,7 @@ def warmup(
         str | None,
         typer.Option(
             "--arch",
-            help="Architecture the kernels are made for; default: that of --gpu, of the GPU of "
+            help="Architecture of the kernels; default: that of --gpu, of the GPU of "
             "this machine, or sm_100a.",
         ),
     ] = None,
@@ -78,9 +78,9 @@ def warmup(
     folder: FolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compile, in parallel and without a GPU, the kernels of all calls up to --max-tokens, those
-    for uneven routing behind the others. They are for the GPU of this machine, unless --arch or
-    --gpu names another. With --gpu, those that calls on that GPU take from its tuning tables."""
+    """Compile the kernels of all calls up to --max-tokens, in parallel and without a GPU. Kernels
+    for uneven routing come last. The target is the GPU of this machine, unless --arch or --gpu
+    names another. With --gpu, the kernels are those of that GPU's tuning tables."""
     from rich.progress import Progress
 
     from deep_moe.fused.deployment import ChosenConfigs, build_deployment

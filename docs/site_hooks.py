@@ -240,6 +240,18 @@ def undocumented_parameters() -> dict[str, set[str]]:
     return found
 
 
+def documented_errors(function: Callable[..., Any]) -> set[str]:
+    """The names of the errors that the docstring of a function or class lists under "Raises:"."""
+    return {
+        item.annotation
+        for section in griffe.Docstring(inspect.getdoc(function) or "").parse(
+            "google", warnings=False
+        )
+        if section.kind.value == "raises"
+        for item in section.value
+    }
+
+
 def public_callables() -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Name, function or class, and docstring of all that users call."""
     for module in modules():

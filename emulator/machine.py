@@ -149,6 +149,9 @@ class Machine:
             of rounding the exact sum once.
 
     Global addresses in PTX are host addresses. A rank may touch only what `add_memory` named.
+
+    Raises:
+        ValueError: an argument has a value that is not allowed; the text names it.
     """
 
     def __init__(
@@ -320,6 +323,11 @@ class Machine:
         Args:
             ptx: the text of one module.
             name: of the module, for findings.
+
+        Raises:
+            InvalidPtx: the text is not PTX.
+            Unsupported: the PTX has an instruction that the emulator does not implement; the text
+                has its line.
         """
         text = ptx.encode()
         index = ctypes.c_uint32()
@@ -366,6 +374,9 @@ class Machine:
                 setmaxnreg.
             roles: which warps of a CTA do what, by name, for findings.
             shared_arrays: what lies in dynamic shared memory, for findings.
+
+        Raises:
+            LaunchError: the kernel, its sizes or its arguments do not fit.
         """
         if module.machine is not self:
             raise LaunchError(f"module {module.name} belongs to another machine")
@@ -450,6 +461,10 @@ class Machine:
                 what it raises stops the run, and so does what the handler of a signal raises, such
                 as Ctrl-C's KeyboardInterrupt. The launches are then forgotten, and the machine can
                 be used again.
+
+        Raises:
+            EmulatorError: a check found a mistake, or the program cannot go on; the class says
+                which.
         """
         report = None
         if progress is not None:

@@ -1,5 +1,6 @@
 """What the documents name exists, and what they must list is listed."""
 
+import builtins
 import math
 import os
 import re
@@ -12,6 +13,8 @@ from types import ModuleType
 import pytest
 from mkdocs.exceptions import PluginError
 
+from deep_moe import errors
+from deep_moe.emulator import errors as emulator_errors
 from deep_moe.heuristics import preset_shape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
 from deep_moe.targets import target_of
@@ -104,6 +107,18 @@ def test_docstrings_describe_every_parameter_of_public_calls():
     """In the form that tools parse: Google's."""
     assert len(list(site_hooks.public_callables())) > 150
     assert site_hooks.undocumented_parameters() == {}
+
+
+def test_docstrings_list_errors_that_exist():
+    known = {**vars(builtins), **vars(errors), **vars(emulator_errors)}
+    listed = {
+        name: site_hooks.documented_errors(function)
+        for name, function, _ in site_hooks.public_callables()
+    }
+    assert listed["deep_moe.mega_moe"] >= {"TypeError", "ValueError", "MegaMoETimeoutError"}
+    for name, names in listed.items():
+        for error in names:
+            assert issubclass(known.get(error, object), Exception), f"{name}: {error}"
 
 
 def test_a_link_that_leads_nowhere_is_refused():

@@ -60,6 +60,11 @@ def transform_biases_for_mega_moe(
         >>> l1, l2 = transform_biases_for_mega_moe(*given, weights="mxfp4")
         >>> l1.shape, l2.shape
         (torch.Size([4, 1, 256]), torch.Size([4, 2, 256]))
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     check_biases(l1_bias, l2_bias)
     l1_bias, l2_bias = l1_bias.detach(), l2_bias.detach()
@@ -92,6 +97,11 @@ def inverse_transform_biases(
         arch: as there.
         weights: as there.
         token_format: as there.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     for name, bias in (("l1_bias", l1_bias), ("l2_bias", l2_bias)):
         if not isinstance(bias, torch.Tensor):

@@ -130,6 +130,13 @@ def load_experts(
         >>> weights = load_experts(folder, layer=7, rank_idx=1, num_ranks=2, transformed=True)
         >>> weights.l1.weight.equal(transform_weights_for_mega_moe(l1, l2).l1.weight)
         True
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        CheckpointError: a tensor is missing, has another shape or type, or contradicts the config;
+            the text names it.
     """
     _check_range("num_shared_experts", num_shared_experts, MAX_SHARED_EXPERTS)
     device = named_device(device)
@@ -215,6 +222,13 @@ def load_biases(
 
     Raises what `load_experts` does; CheckpointError, too, if only some of the experts, or of their
     matrices, have some.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        CheckpointError: a tensor is missing, has another shape or type, or contradicts the config;
+            the text names it.
     """
     with _opened(path, layer, num_experts, rank_idx, num_ranks, experts, naming) as (tensors, own):
         if not tensors.has_biases():
@@ -323,6 +337,13 @@ def save_experts(
         >>> save_experts(folder, {0: (l1, l2)})
         >>> load_experts(folder, layer=0).l1.weight.equal(l1.weight)
         True
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        CheckpointError: the folder holds a checkpoint that cannot be read.
+        OSError: a file cannot be written; the folder then holds what it held before.
     """
     _check_range("experts_per_file", experts_per_file, first=1)
     _check_type("folder", folder, (str, Path), "a path")

@@ -33,6 +33,11 @@ def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         >>> values, sf = quantize_mxfp8(torch.full((128,), 3.0))
         >>> dequantize_mxfp8(values, sf)[0].item()
         3.0
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     values, sf = by_matrix(quantize_e4m3_ue8m0, x=x)
     return values, sf
@@ -48,6 +53,11 @@ def dequantize_mxfp8(
         values: float8_e4m3fn [..., K].
         sf: int32 [..., K/128], four UE8M0 bytes in each.
         dtype: of the result.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     require_dtype(dtype)
     return by_matrix(lambda a, b: (dequantize_e4m3_ue8m0(a, b, dtype),), values=values, sf=sf)[0]

@@ -207,8 +207,11 @@ def get_symm_buffer_for_mega_moe(
     (seen with 2.11, pytorch/pytorch#196082) counts a process's exchanges of memory, not a group's,
     and waits for ever where the counts of a group's ranks differ.
 
-    Raises ValueError or TypeError on all ranks if an argument is not allowed or differs between
-    ranks.
+    Raises:
+        TypeError: an argument has the wrong type. All ranks raise.
+        ValueError: an argument is not allowed, or differs between ranks, or ranks cannot reach each
+            other's memory. All ranks raise.
+        MemoryError: the machine has too little memory for these sizes.
     """
     arguments: dict[str, Any] = {
         "num_experts": num_experts,
@@ -286,6 +289,11 @@ def buffer_size(
         0.97
         >>> round(buffer_size(8, 384, 8192, 6, 7168, 3072, num_pool_tokens=None) / 2**30, 2)
         5.52
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     shape = MoEShape(
         num_ranks=num_ranks,

@@ -56,11 +56,14 @@ class CompilingKernels:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Until all are in the cache, and on a GPU loaded in this process: no call of the buffer
-        compiles, loads or chooses anything then. Raises DeepMoEError with what was said if they
-        cannot be compiled, and TimeoutError if that takes longer than timeout_s seconds.
+        compiles, loads or chooses anything then.
 
         Args:
             timeout_s: how long to wait, in seconds; None: until all are there.
+
+        Raises:
+            DeepMoEError: a kernel cannot be compiled; the text has what the compiler said.
+            TimeoutError: it took longer than timeout_s.
         """
         if self._said is None:
             try:
@@ -110,6 +113,11 @@ def compile_ahead(
         {options}
 
     Of the options arch, num_sms, overrides and accumulate decide which kernels these are.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     require_type("buffer", buffer, SymmBuffer, "a SymmBuffer")
     if num_workers is not None:

@@ -60,6 +60,12 @@ class EmulatedRanks:
     Attributes:
         buffers: one SymmBuffer per rank; fill their views, then `call`. Arguments are those of
             `get_symm_buffer_for_mega_moe`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     def __init__(
@@ -135,6 +141,15 @@ class EmulatedRanks:
                 time, as where peers have as many tokens and the same routing, turned by a rank.
                 Weights of the peers are taken to be rank 0's. It needs a chip and checked=False.
             {options}
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: a kernel gave up, or an earlier call did; `reset()` makes the buffers
+                usable again.
+            EmulatorError: a check found a mistake of the kernel.
+            CompileError: NVRTC refused the kernel.
         """
         if mirrored and ranks is not None:
             raise ValueError(f"ranks must be None where mirrored=True; got {ranks!r}")

@@ -104,6 +104,12 @@ def prepare_inputs(
     be captured in a CUDA graph. Expert ids are looked at by `mega_moe`, not here. There is no
     backward pass: x and topk_weights that require a gradient are refused where gradients are
     enabled.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        CompileError: NVRTC refused the kernel.
     """
     given: tuple[torch.Tensor, ...] = (x, topk_idx, topk_weights)
     optional = {

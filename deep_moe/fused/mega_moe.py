@@ -108,6 +108,16 @@ def mega_moe(
     arrive; on a GPU, the next call or `sym_buffer.raise_if_failed()` raises it. After it, and on
     CPUs after a ValueError for arguments that differ between processes, the buffer needs
     `sym_buffer.reset()` on every rank.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
+            object usable again. On a GPU the next call raises it.
+        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
+            is a MegaMoEError.
+        CompileError: NVRTC refused the kernel.
     """
     if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
@@ -160,14 +170,23 @@ def fp8_fp4_mega_moe(
         l2_weights: what `transform_weights_for_mega_moe` returned: `l1, l2 = ...`.
         sym_buffer: of `get_symm_buffer_for_mega_moe`, for mxfp4 weights.
         cumulative_local_expert_recv_stats: as of `mega_moe`.
-        recipe: only the default is allowed. y, sym_buffer, cumulative_local_expert_recv_stats,
-            activation, activation_clamp, fast_math,
+        recipe: only the default, (1, 1, 32), is allowed.
         activation: as of `mega_moe`.
         activation_clamp: as of `mega_moe`.
         fast_math: as of `mega_moe`.
         l1_bias: as of `mega_moe`.
         l2_bias: as of `mega_moe`.
         {options}
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
+            object usable again. On a GPU the next call raises it.
+        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
+            is a MegaMoEError.
+        CompileError: NVRTC refused the kernel.
     """
     if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")

@@ -40,6 +40,7 @@ class EPAllToAllLayoutDesc:
         num_dispatch_token_cur_rank: tokens that this rank has sent.
         num_recv_tokens: rows that it got.
         topk_indices_tensor: [tokens, topk], as given to the dispatch.
+        handle: of the `AllToAll` below.
     """
 
     num_dispatch_token_cur_rank: int

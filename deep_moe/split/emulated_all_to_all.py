@@ -41,6 +41,12 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         group_size: as of `LowLatencyAllToAll`.
         dtype: as of `LowLatencyAllToAll`.
         options: timeout_s, num_sms and so on, as of `LowLatencyAllToAll`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     def __init__(

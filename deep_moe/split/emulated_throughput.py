@@ -37,6 +37,12 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         expert_alignment: as of `AllToAll`.
         dtype: as of `AllToAll`.
         options: timeout_s, num_sms and so on, as of `AllToAll`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     def __init__(

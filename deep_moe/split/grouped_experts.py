@@ -107,6 +107,11 @@ def grouped_experts_workspace_size(
 
         >>> round(grouped_experts_workspace_size(1024, 7168, 3072, 48) / 2**20)
         127
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     shape = _shape_of(
         max_rows,
@@ -159,6 +164,12 @@ class GroupedExperts:
 
     Attributes:
         nbytes: size of the work space.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     def __init__(
@@ -266,24 +277,36 @@ class GroupedExperts:
     ) -> torch.Tensor:
         """The experts' outputs, bfloat16, for each row of x hidden values, without routing weights.
 
-        x: either [local experts, N, hidden], of which expert e has the first expert_count[e] rows
-        at x[e], as `LowLatencyAllToAll.dispatch` gives it; or [rows, hidden] with expert_begin,
-        where expert e has the rows from expert_begin[e] on. float8_e4m3fn, or bfloat16 with
-        token_format "bf16", or with "nvfp4" uint8 [.., hidden/2]. scales: [.., hidden/128] int32 or
-        float32, [.., hidden/512] int32, or with "nvfp4" [.., 1 + hidden/64] int32, as the format
-        says; None with "bf16".
-        weights: what `transform_weights_for_mega_moe` returned; l1_bias, l2_bias: what
-        `transform_biases_for_mega_moe` returned, with biases=True.
-        expert_count, expert_begin: int32 [local experts], on the device. Experts' rows may lie
-        anywhere in x, with gaps between them.
-        out: where to write the result, by default a new tensor. Rows that no expert has are not
-        written.
-        expected_rows: of all experts together in this call, if the caller knows it; it decides how
-        fast the call is, not what it computes. By default what the last call had of which the host
-        knows, and max_rows before.
+        Args:
+            x: either [local experts, N, hidden], of which expert e has the first expert_count[e]
+                rows at x[e], as `LowLatencyAllToAll.dispatch` gives it; or [rows, hidden] with
+                expert_begin, where expert e has the rows from expert_begin[e] on. float8_e4m3fn;
+                bfloat16 with token_format "bf16"; uint8 [.., hidden/2] with "nvfp4".
+            scales: [.., hidden/128] int32 or float32, [.., hidden/512] int32, or with "nvfp4"
+                [.., 1 + hidden/64] int32, as the format says; None with "bf16".
+            weights: what `transform_weights_for_mega_moe` returned.
+            expert_count: int32 [local experts], on the device: rows of each expert.
+            expert_begin: int32 [local experts], on the device: the first row of each expert.
+                Experts' rows may lie anywhere in x, with gaps between them.
+            l1_bias: with biases=True, what `transform_biases_for_mega_moe` returned for Linear1.
+            l2_bias: the same for Linear2.
+            out: where to write the result, by default a new tensor. Rows of no expert are not
+                written.
+            expected_rows: rows of all experts together in this call, if the caller knows it. It
+                decides how fast the call is, not what it computes. By default the rows of the last
+                call that the host has heard of, and max_rows before.
 
-        Counts that do not fit x or max_rows are a MegaMoEError; on a GPU the next call or
-        `check()` raises it, and `reset()` is needed.
+        Counts that do not fit x or max_rows are a MegaMoEError.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         self._work_space.raise_if_unusable()
         biases = self._check(x, scales, expert_count, expert_begin, l1_bias, l2_bias, expected_rows)
@@ -341,7 +364,12 @@ class GroupedExperts:
         return out
 
     def check(self) -> None:
-        """Raise what the last call reported, if it gave up. Does not wait for a GPU."""
+        """Raise what the last call reported, if it gave up. Does not wait for a GPU.
+
+        Raises:
+            MegaMoEError: the last kernel gave up; the text says why.
+            ValueError: the object was closed.
+        """
         self._work_space.raise_if_closed()
         self._work_space.raise_if_failed()
 
@@ -566,6 +594,16 @@ def grouped_experts(
         l2_bias: as of the call of a `GroupedExperts`.
         expected_rows: as of the call of a `GroupedExperts`.
         options: further arguments of `GroupedExperts`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
+            object usable again. On a GPU the next call raises it.
+        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
+            is a MegaMoEError.
+        CompileError: NVRTC refused the kernel.
     """
     require_type("x", x, torch.Tensor, "a tensor")
     require_type("expert_count", expert_count, torch.Tensor, "a tensor")

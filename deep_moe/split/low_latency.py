@@ -89,6 +89,12 @@ class LowLatencyAllToAll(SplitLayer):
 
     Attributes:
         nbytes: size of the symmetric buffer.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     shape: LowLatencyShape
@@ -202,6 +208,16 @@ class LowLatencyAllToAll(SplitLayer):
             expert_totals: int32 [local experts]; the call adds the rows of each expert.
             wait_cycles: int64 [ranks]; the call adds the clocks of an SM until that rank's tokens
                 had come.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         launch, result = self.prepare_dispatch(
             x,
@@ -249,6 +265,16 @@ class LowLatencyAllToAll(SplitLayer):
         A token's sum goes over its used slots in their order: weight times row, in float32, each
         product and each sum rounded; the end is rounded to bfloat16 once. So it does not depend on
         who comes first.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         launch, result = self.prepare_combine(
             y,
@@ -274,6 +300,12 @@ class LowLatencyAllToAll(SplitLayer):
 
         Args:
             handle: of the newest dispatch.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the last kernel gave up; the text says why.
         """
         self._buffer.raise_if_unusable()
         self._check_handle(handle)
@@ -300,6 +332,15 @@ class LowLatencyAllToAll(SplitLayer):
 
         Args:
             handle: of the dispatch or combine.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
         """
         self.run(self.prepare_receive(handle))
 
@@ -311,6 +352,10 @@ class LowLatencyAllToAll(SplitLayer):
 
         Args:
             path: of the file to write.
+
+        Raises:
+            ValueError: the layer was made without enable_profiling=True.
+            OSError: the file cannot be written.
         """
         self.dump_trace("dispatch", path, self.rank)
 
@@ -319,11 +364,21 @@ class LowLatencyAllToAll(SplitLayer):
 
         Args:
             path: of the file to write.
+
+        Raises:
+            ValueError: the layer was made without enable_profiling=True.
+            OSError: the file cannot be written.
         """
         self.dump_trace("combine", path, self.rank)
 
     def dump_trace(self, step: Step, path: str | Path, rank: int) -> None:
-        """rank: what the trace calls this one."""
+        """Write the phases of this rank's newest calls of one step as a file for ui.perfetto.dev.
+
+        Args:
+            step: "dispatch" or "combine".
+            path: of the file to write.
+            rank: the number of this rank in the trace.
+        """
         self._buffer.raise_if_closed()
         if not self._enable_profiling:
             raise ValueError("enable_profiling must be True for a layer that dumps traces")
@@ -338,6 +393,11 @@ class LowLatencyAllToAll(SplitLayer):
 
         Args:
             ranks: numbers of the ranks to leave out.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
         """
         masked = torch.zeros(self.shape.num_ranks, dtype=torch.int32)
         for rank in ranks:

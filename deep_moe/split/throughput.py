@@ -139,6 +139,12 @@ class AllToAll(SplitLayer):
 
     Attributes:
         nbytes: size of the symmetric buffer.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     shape: ThroughputShape
@@ -246,6 +252,16 @@ class AllToAll(SplitLayer):
 
         tokens, and whether there are topk_weights, x_sf and a handle, must be the same on all
         ranks. Returns what was received and the handle for `combine`.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         launch, result = self.prepare_dispatch(
             x,
@@ -281,6 +297,16 @@ class AllToAll(SplitLayer):
         A token's sum goes over its used slots in their order: weight times row, in float32, each
         product and each sum rounded; the end is rounded to bfloat16 once. So it does not depend on
         who comes first. A token without a used slot gets zeros.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         launch, result = self.prepare_combine(y, handle, topk_weights=topk_weights, out=out)
         self.run(launch)
@@ -294,6 +320,16 @@ class AllToAll(SplitLayer):
             values: float32 [max_recv_rows], a number for each row; for gradients of routing
                 weights.
             handle: what the dispatch returned.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         launch, result = self.prepare_return_scalars(values, handle)
         self.run(launch)
@@ -317,6 +353,10 @@ class AllToAll(SplitLayer):
 
         Args:
             path: of the file to write.
+
+        Raises:
+            ValueError: the layer was made without enable_profiling=True.
+            OSError: the file cannot be written.
         """
         self.dump_trace("dispatch", path, self.rank)
 
@@ -326,11 +366,21 @@ class AllToAll(SplitLayer):
 
         Args:
             path: of the file to write.
+
+        Raises:
+            ValueError: the layer was made without enable_profiling=True.
+            OSError: the file cannot be written.
         """
         self.dump_trace("combine", path, self.rank)
 
     def dump_trace(self, step: TracedStep, path: str | Path, rank: int) -> None:
-        """rank: what the trace calls this one."""
+        """Write the phases of this rank's newest calls of one step as a file for ui.perfetto.dev.
+
+        Args:
+            step: "dispatch" or "combine".
+            path: of the file to write.
+            rank: the number of this rank in the trace.
+        """
         self._traced().write(step, path, rank, is_emulated=self._buffer.is_emulated)
 
     def _traced(self) -> Profile:

@@ -86,6 +86,12 @@ class ThroughputMoE:
     Attributes:
         all_to_all: the `AllToAll`.
         experts: the `GroupedExperts`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     all_to_all: AllToAll
@@ -176,6 +182,11 @@ class ThroughputMoE:
             all_to_all: one that is there.
             intermediate_hidden: as of `GroupedExperts`.
             experts: further arguments of `GroupedExperts`.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
         """
         shape = all_to_all.shape
         layer = cls.__new__(cls)
@@ -235,6 +246,16 @@ class ThroughputMoE:
         and -1 is a slot that is not used. topk_weights: float32 [tokens, topk]. weights,
         l1_bias, l2_bias: this rank's experts, as of `GroupedExperts`.
         out: where to write the result, by default a new tensor.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         received, handle = self.dispatch(x, topk_idx, x_sf=x_sf)
         y = self.compute(received, weights, l1_bias=l1_bias, l2_bias=l2_bias)
@@ -251,6 +272,16 @@ class ThroughputMoE:
             x: as of `AllToAll.dispatch`.
             topk_idx: as of `AllToAll.dispatch`.
             x_sf: as of `AllToAll.dispatch`.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         return self.all_to_all.dispatch(x, topk_idx, x_sf=x_sf)
 
@@ -269,6 +300,16 @@ class ThroughputMoE:
             weights: this rank's experts, transformed.
             l1_bias: transformed biases of Linear1, where there are some.
             l2_bias: those of Linear2.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         require_type("received", received, Received, "what a dispatch returned")
         x, scales = received.x, received.x_sf
@@ -303,6 +344,16 @@ class ThroughputMoE:
             handle: what `dispatch` returned.
             topk_weights: float32 [tokens, topk].
             out: where to write the result, by default a new tensor.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         return self.all_to_all.combine(y, handle, topk_weights=topk_weights, out=out)
 
@@ -311,6 +362,10 @@ class ThroughputMoE:
 
         Args:
             path: of the file to write.
+
+        Raises:
+            ValueError: the layer was made without enable_profiling=True.
+            OSError: the file cannot be written.
         """
         self.all_to_all.dump_dispatch_trace(path)
 
@@ -319,11 +374,20 @@ class ThroughputMoE:
 
         Args:
             path: of the file to write.
+
+        Raises:
+            ValueError: the layer was made without enable_profiling=True.
+            OSError: the file cannot be written.
         """
         self.all_to_all.dump_combine_trace(path)
 
     def check(self) -> None:
-        """Raise what the last kernels reported, if one gave up. Does not wait for a GPU."""
+        """Raise what the last kernels reported, if one gave up. Does not wait for a GPU.
+
+        Raises:
+            MegaMoEError: the last kernel gave up; the text says why.
+            ValueError: the object was closed.
+        """
         self.all_to_all.check()
         self.experts.check()
 

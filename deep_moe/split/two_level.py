@@ -208,6 +208,12 @@ class TwoLevelMoE:
 
     Attributes:
         nbytes: what this rank gives to the layer.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     def __init__(
@@ -330,6 +336,18 @@ class TwoLevelMoE:
         call's result is all NaN on all ranks. LostDomainError names a domain that does not answer;
         on GPUs, where that shows only to who waits, it comes from `check()` and from a call with
         exact sizes.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            ForeignTokensError: other domains have more tokens for a rank than it has room for.
+            LostDomainError: a domain does not answer.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         shape = self.shape
         self._buffer.raise_if_closed()
@@ -377,7 +395,13 @@ class TwoLevelMoE:
 
     def check(self) -> None:
         """Wait for all calls on the current stream, and raise what they found: ForeignTokensError,
-        once on each rank of all domains; LostDomainError; what a kernel reported."""
+        once on each rank of all domains; LostDomainError; what a kernel reported.
+
+        Raises:
+            ForeignTokensError: other domains had more tokens for a rank than it has room for.
+            LostDomainError: a domain does not answer.
+            MegaMoEError: the last kernel gave up; the text says why.
+        """
         self._transport.raise_if_failed()
         with self._transport.naming_the_domain():
             try:

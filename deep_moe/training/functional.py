@@ -114,6 +114,15 @@ def moe(
     in PyTorch alone and may wait. Equal inputs give equal bits, gradients included.
 
     Raises TypeError and ValueError that name the argument, what is allowed, and what was given.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        RuntimeError: over a process group, a rank would receive more than max_recv_slots. Nothing
+            was sent.
+        MegaMoEError: over an `AllToAll`, a rank would receive more than its max_recv_rows, or a
+            kernel gave up.
     """
     _check(x, topk_idx, topk_weights, w1, w3, w2, (b1, b3, b2), precision, arch)
     require_type("recompute", recompute, bool, "a bool")

@@ -55,6 +55,11 @@ class MoELayer(nn.Module):
     Attributes:
         Parameters: w1, w3 [experts, hidden, intermediate], w2 [experts, intermediate, hidden], and
             maybe b1, b3 [experts, intermediate], b2 [experts, hidden].
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
 
     w3: nn.Parameter | None
@@ -181,6 +186,12 @@ class MoELayer(nn.Module):
             x: bfloat16 [tokens, hidden].
             topk_idx: int64 or int32 [tokens, topk], -1 for an unused slot.
             topk_weights: float32 or bfloat16 [tokens, topk].
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            RuntimeError: the layer was loaded and has no group or buffer yet; or as of `moe`.
         """
         given = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
         for name, tensor in given.items():
@@ -243,6 +254,11 @@ class MoELayer(nn.Module):
             l1: [experts, 2 * intermediate, hidden], gate's rows above up's;
             l2: [experts, hidden, intermediate]; both as `deep_moe.checkpoint.load_experts` gives
                 BF16 weights.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
         """
         intermediate, hidden = self.intermediate, self.hidden
         shapes = {

@@ -94,6 +94,11 @@ def transform_weights_for_mega_moe(
         ...     l1 = quantize_mxfp4(torch.randn(1, 2 * 128, 256))
         ...     l2 = quantize_mxfp4(torch.randn(1, 256, 128))
         ...     _ = transform_weights_for_mega_moe(l1, l2, out=weights.expert(i))
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     source = weight_format(weights)
     l1 = detached(layer_weights("l1_weights", l1_weights, source))
@@ -144,6 +149,11 @@ def empty_weights_for_mega_moe(
         weights: the format of the weights.
         token_format: that of the tokens; by default the one that goes with the weights.
         has_gate: whether Linear1 has rows of gate above those of up, 2*I in all.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     device = named_device(device)
     target, on_target = _target_weights(arch, device, weights, token_format)
@@ -178,6 +188,11 @@ def inverse_transform_weights(
         has_gate: whether Linear1 has rows of gate above those of up.
 
     Raises TypeError or ValueError if they have not the form that it makes.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     source = weight_format(weights)
     l1 = detached(kernel_layer("l1_weights", l1_weights))

@@ -28,6 +28,9 @@ def load(name: str) -> Chip:
 
     Args:
         name: of its file; ValueError lists those that there are.
+
+    Raises:
+        ValueError: there is no chip of this name.
     """
     if name not in CHIPS:
         raise ValueError(f"chip must be one of {', '.join(CHIPS)}; got {name!r}")

@@ -17,6 +17,7 @@ from deep_moe.emulator.machine import Machine
 from deep_moe.errors import CheckpointError
 from deep_moe.fused import call_plan, input_preparation
 from deep_moe.split import kernels
+from docs.site_hooks import documented_errors
 
 from .public_calls import CALLS
 from .wrong_values import Change, changes
@@ -70,9 +71,10 @@ def cases(arguments: dict[str, Any]) -> list[Case]:
     return [(name, value, change) for name, value in arguments.items() for change in changes(value)]
 
 
-def check(function: Any, arguments: dict[str, Any], case: Case) -> str | None:
-    """What is wrong with the answer to a case."""
+def check(function: Any, arguments: dict[str, Any], case: Case, raised: set[str]) -> str | None:
+    """What is wrong with the answer to a case. raised: gets the name of an error that is right."""
     name, value, (words, change) = case
+    what: Exception
     try:
         changed = change(value)
     except Exception:  # there is no such change of this value
@@ -85,17 +87,20 @@ def check(function: Any, arguments: dict[str, Any], case: Case) -> str | None:
     except Taken:
         return TAKEN
     except (TypeError, ValueError) as error:
-        named = [
-            other for other in may_name if re.search(rf"(?<!\w){other}(?![A-Za-z])", str(error))
-        ]
-        return None if named else f"{name}, {words}: {type(error).__name__}: {error}"
-    except CheckpointError:  # names a file or a tensor: tests/checkpoint
-        return None
+        is_right = any(re.search(rf"(?<!\w){other}(?![A-Za-z])", str(error)) for other in may_name)
+        what = error
+    except CheckpointError as error:  # names a file or a tensor: tests/checkpoint
+        is_right, what = True, error
     except MemoryError as error:
-        is_said = words == "a large number" and "what the given sizes take" in str(error)
-        return None if is_said else f"{name}, {words}: MemoryError: {error}"
+        is_right = words == "a large number" and "what the given sizes take" in str(error)
+        what = error
     except Exception as error:
-        return f"{name}, {words}: {type(error).__name__}: {error}"
+        is_right, what = False, error
+    else:
+        return None
+    if not is_right:
+        return f"{name}, {words}: {type(what).__name__}: {what}"
+    raised.add("ValueError" if isinstance(what, ValueError) else type(what).__name__)
     return None
 
 
@@ -103,14 +108,16 @@ def check(function: Any, arguments: dict[str, Any], case: Case) -> str | None:
 def test_errors_name_the_argument(
     call: str, nothing_runs: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And the docstring lists each kind of error that comes."""
     monkeypatch.chdir(tmp_path)  # where paths such as "text" lead
     function, arguments = CALLS[call]()
     nothing_runs()
-    found = []
+    found, raised = [], set[str]()
     for case in cases(arguments):
-        answer = check(function, arguments, case)
+        answer = check(function, arguments, case, raised)
         if answer == TAKEN and call in BEGIN_SOMETHING:
             break
         if answer not in (None, TAKEN):
             found.append(answer)
     assert found == [], "\n".join(found)
+    assert raised - documented_errors(function) == set()

@@ -118,6 +118,12 @@ class Buffer:
 
     rank, group_size, group, num_nvl_bytes, num_rdma_bytes, low_latency_mode: as given. num_sms:
     what `set_num_sms` said; only throughput kernels would heed it.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     num_sms: int = 20
@@ -275,6 +281,16 @@ class Buffer:
         bfloat16 [local experts, ranks * max tokens, hidden], or with use_fp8 a pair: float8_e4m3fn
         of that shape, and scales float32 [local experts, ranks * max tokens, hidden / 128] or, with
         use_ue8m0, int32 [.., hidden / 512] with four bytes each; in both the rows lie side by side.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         token_format = _format(use_fp8, round_scale, use_ue8m0)
         _refuse_both(async_finish, return_recv_hook)
@@ -339,6 +355,16 @@ class Buffer:
                 until that rank's rows had come.
 
         A handle may be combined several times, by all ranks; with zero_copy the last time only.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         if use_logfmt:
             raise ValueError("use_logfmt must be False: rows travel as bfloat16; got True")

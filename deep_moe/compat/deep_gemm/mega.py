@@ -183,6 +183,11 @@ def get_symm_buffer_for_mega_moe(
             `fp8_mega_moe` or `bf16_mega_moe`.
         activation: "swiglu" or "situ"; the buffer is the same.
         device: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     if isinstance(num_shared_experts, bool):
         use_fp8_dispatch, num_shared_experts = num_shared_experts, 0
@@ -236,6 +241,11 @@ def transform_weights_for_mega_moe(
         requantize: as in `deep_moe.transform_weights_for_mega_moe`.
 
     Raises TypeError or ValueError for others, and as `deep_moe.transform_weights_for_mega_moe`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     _check_activation(activation)
     if isinstance(l1_weights, torch.Tensor) and isinstance(l2_weights, torch.Tensor):
@@ -292,6 +302,16 @@ def fp8_fp4_mega_moe(
 
     Raises TypeError or ValueError for what it does not compute, and as
     `deep_moe.fp8_fp4_mega_moe`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
+            object usable again. On a GPU the next call raises it.
+        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
+            is a MegaMoEError.
+        CompileError: NVRTC refused the kernel.
     """
     _check_buffer(sym_buffer)
     _refuse_shared(shared_l1_weights, shared_l2_weights)
@@ -344,6 +364,16 @@ def fp8_mega_moe(
         arch: on a CPU, the target to emulate.
 
     Raises TypeError or ValueError as `deep_moe.mega_moe`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
+            object usable again. On a GPU the next call raises it.
+        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
+            is a MegaMoEError.
+        CompileError: NVRTC refused the kernel.
     """
     _check_buffer(sym_buffer, FP8_TYPE)
     has_floats = sym_buffer.own.shape.token_format == "fp8_128"
@@ -398,6 +428,16 @@ def bf16_mega_moe(
         arch: on a CPU, the target to emulate.
 
     Raises TypeError or ValueError as `deep_moe.mega_moe`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
+            object usable again. On a GPU the next call raises it.
+        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
+            is a MegaMoEError.
+        CompileError: NVRTC refused the kernel.
     """
     _check_buffer(sym_buffer, BF16_TYPE)
     _refuse_shared(shared_l1_weights, shared_l2_weights)
@@ -443,6 +483,11 @@ def mega_moe_pre_dispatch(
         num_tokens: how many rows of x are tokens.
         group_size: values that share a scale: only 32.
         use_fp4_acts: only False: tokens travel as FP8.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     if group_size != RECIPE[2]:
         raise ValueError(

@@ -47,6 +47,11 @@ def transform_sf_into_required_layout(
 
     Raises ValueError for other recipes and shapes, and for a float32 scale that is no power of two:
     UE8M0 would not hold it.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     if not isinstance(recipe, (tuple, list)) or tuple(recipe) not in _RECIPES:
         raise ValueError(

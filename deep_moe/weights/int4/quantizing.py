@@ -32,6 +32,11 @@ def quantize_int4(x: torch.Tensor, group_size: int = 32) -> LayerWeights:
         >>> packed, sf = quantize_int4(torch.full((2, 64), 3.5))
         >>> packed.shape, sf[0].tolist(), dequantize_int4(packed, sf)[0, 0].item()
         (torch.Size([2, 32]), [0.5, 0.5], 3.5)
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     check_matrices(x)
     if not isinstance(group_size, int) or group_size not in GROUP_SIZES:
@@ -48,6 +53,11 @@ def dequantize_int4(
         packed: int8 or uint8 [..., N, K/2], two codes in each byte.
         sf: bfloat16 [..., N, K/32] or [..., N, K/128], rounded up.
         dtype: of the result.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     require_dtype(dtype)
     _check_form(packed, sf)

@@ -28,6 +28,11 @@ def quantize_mxfp4(x: torch.Tensor) -> LayerWeights:
         >>> packed, sf = quantize_mxfp4(torch.full((2, 128), 0.75))
         >>> packed.shape, sf.shape, dequantize_mxfp4(packed, sf)[0, 0].item()
         (torch.Size([2, 64]), torch.Size([2, 1]), 0.75)
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     return LayerWeights(*by_matrix(quantize_e2m1_ue8m0, x=x))
 
@@ -42,6 +47,11 @@ def dequantize_mxfp4(
         packed: int8 [..., K/2], two E2M1 values in each byte.
         sf: int32 [..., K/128], four UE8M0 bytes in each.
         dtype: of the result.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     require_dtype(dtype)
     return by_matrix(lambda a, b: (dequantize_e2m1_ue8m0(a, b, dtype),), packed=packed, sf=sf)[0]

@@ -37,6 +37,11 @@ def quantize_nvfp4(x: torch.Tensor, num_matrices: int = 1) -> LayerWeights:
         >>> value = dequantize_nvfp4(*layer)[0, 0].item()
         >>> [tuple(tensor.shape) for tensor in layer], round(value, 6)
         ([(2, 16), (2, 2), (1,)], 0.75)
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     check_matrices(x, num_matrices)
     return LayerWeights(
@@ -57,6 +62,11 @@ def dequantize_nvfp4(
         sf: float8_e4m3fn [..., N, K/16].
         global_sf: float32 [..., matrices], of so many matrices one below the other.
         dtype: of the result.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
     """
     if not isinstance(global_sf, torch.Tensor):
         raise TypeError(f"global_sf must be a tensor; got {type(global_sf).__name__}")

@@ -1,9 +1,9 @@
-// What all activations have in common: how they are applied to FP32 accumulators of Linear1.
+// How every activation is applied to FP32 accumulators of Linear1.
 //
 // An activation is a struct `Config::Activation`, in a folder of its name here. Its parameters and
 // `fast_math` are compile-time constants. If it `has_gate`, `static float apply(float gate, float
-// up)` is its value and, for training, `static ActivationFactors factors(float gate, float up)` its
-// two factors with their derivatives. Else it is `static float apply(float up)`.
+// up)` is its value. For training, `static ActivationFactors factors(float gate, float up)` gives
+// its two factors with their derivatives. Without a gate it has `static float apply(float up)`.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,5 +1,5 @@
-// Functions that activations are made of, in FP32. fast: with the hardware's approximations of the
-// exponential and the reciprocal. All of them pass NaN on.
+// Functions that activations are made of, in FP32. fast: use the hardware's approximations of the
+// exponential and the reciprocal. All functions pass NaN on.
 #pragma once
 
 #include "deep_moe/ptx/convert.cuh"
@@ -56,9 +56,9 @@ __device__ __forceinline__ float sigmoid(float x) {
     }
 }
 
-// bound * tanh(x / bound): x near zero, and never beyond +-bound. Where tanh is near its argument,
-// x is multiplied by what little they differ by, so that no size of `bound` costs precision; and
-// 1 - 2 / (1 + e^2t) would cancel there.
+// bound * tanh(x / bound): x near zero, and never beyond +-bound. Near zero 1 - 2 / (1 + e^2t)
+// would cancel, so x is multiplied by a series of tanh(t) / t instead. So no size of `bound` costs
+// precision.
 template <bool fast>
 __device__ __forceinline__ float bounded_linear(float x, float bound) {
     if constexpr (fast) {
@@ -77,14 +77,15 @@ __device__ __forceinline__ float bounded_linear(float x, float bound) {
     }
 }
 
-// Of x * sigmoid(slope * x). Where the sigmoid is 0, so is the derivative, for every finite x.
+// Derivative of x * sigmoid(slope * x). Where the sigmoid is 0, the derivative is 0, for every
+// finite x.
 template <bool fast>
 __device__ __forceinline__ ValueAndSlope sigmoid_linear_and_slope(float x, float slope) {
     const float sigma = sigmoid<fast>(slope * x);
     return {sigmoid_linear<fast>(x, slope), sigma * (1.0f + slope * x * (1.0f - sigma))};
 }
 
-// Of bounded_linear: the derivative of bound * tanh(x / bound) is 1 - tanh^2.
+// Derivative of bounded_linear: bound * tanh(x / bound) has 1 - tanh^2.
 template <bool fast>
 __device__ __forceinline__ ValueAndSlope bounded_linear_and_slope(float x, float bound) {
     const float value = bounded_linear<fast>(x, bound);
@@ -92,8 +93,7 @@ __device__ __forceinline__ ValueAndSlope bounded_linear_and_slope(float x, float
     return {value, (1.0f - tanh) * (1.0f + tanh)};
 }
 
-// x within its limits, where a derivative passes on whole, and beyond them 0. NaN passes it on,
-// too.
+// Derivative of a clamp: 1 for x within the limits, 0 beyond them. NaN passes the derivative on.
 __device__ __forceinline__ float slope_within(float slope, bool is_beyond) {
     return is_beyond ? 0.0f : slope;
 }

@@ -3,7 +3,7 @@
 
 namespace deep_moe {
 
-// `Config::Biases`, as per_expert.cuh has it, too.
+// The interface of `Config::Biases`, which per_expert.cuh has, too.
 //   exist: whether KernelArgs has biases, and routing weights are needed behind Linear2.
 //   linear1_weight: what the activation's result is multiplied by, for a token's routing weight.
 //   linear1, linear2: a sum of products, times its scale, as each layer's epilogue goes on with it,

@@ -2,11 +2,10 @@
 // shared experts, in FP32, rounded to BF16 once. The routing weights are in the contributions
 // already. A call that accumulates begins with what y holds.
 //
-// One warp per token, of those that have done the epilogues. A token is cut into chunks that fit
-// into registers (as FP32 sums) and shared memory; contributions arrive chunk by chunk, slot by
-// slot, by bulk copies into two buffers in turn, so that one travels while the other is added. A
-// third buffer holds the chunk on its way out. Where tokens are so few that each chunk can have a
-// warp of its own, it has.
+// One warp of those that did the epilogues takes a token. A token is cut into chunks that fit into
+// registers (as FP32 sums) and shared memory. Contributions arrive chunk by chunk, slot by slot, by
+// bulk copies into two buffers in turn: one travels while the other is added. A third buffer holds
+// the chunk on its way out. Where tokens are few, each chunk has its own warp.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -37,7 +36,7 @@ struct CombineChunks {
     static constexpr uint32_t num_chunks = ceil_div(row_bytes, chunk_bytes);
     static constexpr uint32_t num_accesses = ceil_div(chunk_bytes, bytes_per_access* warp_size);
     static constexpr uint32_t num_buffers = 3;
-    // That combine, in a CTA: those that have done its epilogues.
+    // Warps of a CTA that combine: those that have done its epilogues.
     static constexpr uint32_t num_warps = Config::num_epilogue_warps;
 
     static_assert(num_buffers * num_warps * chunk_bytes <= Config::Smem::barriers_offset,
@@ -90,8 +89,8 @@ class Combine {
         constexpr uint32_t num_warps = Config::num_sms * Chunks::num_warps;
         constexpr uint32_t num_chunks = Chunks::num_chunks;
         const uint32_t num_parts = num_tokens <= num_warps / num_chunks ? num_chunks : 1;
-        // Contributions were written with ordinary stores, by other ranks too; y by whoever came
-        // before this kernel.
+        // Contributions were written with ordinary stores, by other ranks too. y was written before
+        // this kernel.
         ptx::fence_proxy_async();  //~ combine_fence
         bool arrived = true;
         for (uint32_t part_idx = warp_in_grid; arrived && part_idx < num_tokens * num_parts;
@@ -107,7 +106,7 @@ class Combine {
     }
 
  private:
-    // Of the chunks from first_chunk_idx up to, but not with, end_chunk_idx.
+    // Of the chunks from first_chunk_idx up to end_chunk_idx, exclusive.
     __device__ bool add_up(uint32_t token_idx, uint32_t first_chunk_idx, uint32_t end_chunk_idx,
                            Waiter& waiter) {
         const uint32_t addends = addends_of(token_idx);
@@ -248,7 +247,8 @@ __device__ void combine(const KernelArgs& args, uint32_t shared_memory, uint32_t
     trace.mark(TraceStep::await_combine);
     if (!sync_combine_ready<Config>(waiter)) return;
     trace.mark(TraceStep::combine);
-    // Neighbouring tokens go to different CTAs: few tokens shall not all pass through a few SMs.
+    // Neighbouring tokens go to different CTAs, so that few tokens do not all pass through a few
+    // SMs.
     Combine<Config>(args, shared_memory, warp_idx)
         .run(warp_idx * Config::num_sms + blockIdx.x, args.num_tokens, waiter);
     trace.mark(TraceStep::end);

@@ -1,5 +1,5 @@
-// The dispatch warps where no other rank has a part in the call: the tokens of this rank's experts
-// go into the pool on the same way as others', and at the end the control words become zero again.
+// The dispatch warps of a call without other ranks. They bring the tokens of this rank's experts
+// into the pool the same way as in a call over ranks, and zero the control words at the end.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -50,8 +50,8 @@ class LocalWalk : ExpertRuns<Config> {
 
 // All threads of warps 0 .. num_dispatch_warps - 1. `shared_memory`: start of Config::Smem.
 //
-// To the gather CTAs come with their blocks done; the last one cleans up for all of them. A later
-// call starts when this kernel has ended, so that nobody waits for it.
+// CTAs come to the gather when their blocks are done. The last one cleans up for all of them. A
+// later call starts when this kernel has ended, so no CTA waits for the clean-up.
 //
 // After an abort both steps are skipped, but the named barrier shared with other roles is still
 // passed. Calls launched behind this one find that the rank gave up (ExpertCounts::read_given).

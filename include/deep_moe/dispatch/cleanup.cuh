@@ -20,8 +20,8 @@ __device__ void zero(Word* words, uint32_t num_words, uint32_t thread_idx, uint3
     for (uint32_t i = thread_idx; i < num_words; i += num_threads) words[i] = 0;
 }
 
-// The same where the store has to be atomic: a peer's addition to a sum is known by its result,
-// which orders it before other atomic accesses only, and `stop_later_calls` may run meanwhile.
+// The same with atomic stores. A peer's addition to a sum is known by its result, which orders it
+// before other atomic accesses only, and `stop_later_calls` may run meanwhile.
 __device__ inline void zero_relaxed(uint64_t* words, uint32_t num_words, uint32_t thread_idx,
                                     uint32_t num_threads) {
     for (uint32_t i = thread_idx; i < num_words; i += num_threads) {
@@ -32,11 +32,11 @@ __device__ inline void zero_relaxed(uint64_t* words, uint32_t num_words, uint32_
 // One thread of each CTA that has given up.
 //
 // Calls may have been launched behind this one, by other layers or in a graph, and would begin with
-// what it leaves. So they find marks: in a send count, with which they send nothing; in a sum,
-// which is never complete, so that nobody computes; and no CTA comes last to a gather any more, so
-// that they tell no other rank anything. A CTA that cleans up meanwhile may take the first two
-// marks away: it gives up too, and makes them anew, or goes on, but then all ranks have got what
-// this call sends.
+// what this call leaves. So they find marks: in a send count, with which they send nothing; in a
+// sum, which is never complete, so that no role computes; and in the gather's counter, with which
+// no CTA comes last to a gather any more, so that they tell other ranks nothing. A CTA that cleans
+// up meanwhile may remove the first two marks. Then it gives up too, and makes them anew, or it
+// goes on, but then all ranks have received what this call sends.
 template <class Config>
 __device__ void stop_later_calls(const SymmBuffer<Config>& local) {
     end_gathers(local.grid_gather_counter());
@@ -44,8 +44,8 @@ __device__ void stop_later_calls(const SymmBuffer<Config>& local) {
     ptx::red_or_relaxed_sys(local.expert_recv_sum(0), SymmBuffer<Config>::rank_gave_up);
 }
 
-// What blocks were waited for and claimed with. All dispatch threads of a CTA, when every role on
-// this rank has finished with these words.
+// Zeroes the words by which blocks were awaited and claimed. All dispatch threads of a CTA, when
+// every role on this rank has finished with these words.
 template <class Config>
 __device__ void clean_up_blocks(const SymmBuffer<Config>& local, const ExpertCounts<Config>& counts,
                                 uint32_t num_pool_blocks, uint32_t thread_idx) {
@@ -68,8 +68,8 @@ __device__ void clean_up_blocks(const SymmBuffer<Config>& local, const ExpertCou
 // rank has finished with these words (compute_done), and no peer writes them before the rank
 // barrier after clean-up.
 //
-// Zeroes what a call makes non-zero: counts in full, the claims, arrivals up to the last pool block
-// in use. One CTA does it in the time that a signal takes to another rank, or in less.
+// Zeroes what a call makes non-zero: counts in full, the claims, and arrivals up to the last pool
+// block in use. One CTA does it in the time that a signal takes to another rank, or in less.
 template <class Config>
 __device__ void clean_up(const KernelArgs& args, const SymmBuffer<Config>& local,
                          const ExpertCounts<Config>& counts, uint32_t thread_idx) {

@@ -1,5 +1,5 @@
-// Dispatch: how many of this rank's tokens go to each expert, and where each of them
-// finds its place in the list that the expert's owner will pull from.
+// Dispatch: count how many of this rank's tokens go to each expert, and find each token's place in
+// the list that the expert's owner will pull from.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -31,10 +31,10 @@ __device__ void for_each_routed_slot(const SymmBuffer<Config>& local, uint32_t n
 
 // All dispatch threads of the grid. `expert_counts`: u32[num_experts] in shared memory.
 //
-// A slot is looked at twice, by the same CTA both times, so that the CTA's counts match its writes.
-// After it, until the next gather, the source lists are on their way to their owners, unless an
-// earlier call of this rank has failed: then nothing is sent, and the dispatch warps have given up.
-// A thread that waits for a page of a list in vain gives up, and its CTA at the next barrier.
+// The same CTA reads a slot twice, so that the CTA's counts match its writes. After this function,
+// until the next gather, the source lists are on their way to their owners. If an earlier call of
+// this rank has failed, nothing is sent, and the dispatch warps have given up. A thread that waits
+// for a page of a list in vain gives up; its CTA gives up at the next barrier.
 template <class Config>
 __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_tokens,
                              uint32_t cta_idx, uint32_t thread_idx, uint32_t expert_counts,
@@ -76,7 +76,7 @@ __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_to
     });
     if (!barriers.cta(!earlier_call_failed)) return;  //~ places_drawn
 
-    // Tell each expert's owner where the token lies, so that it need not ask when it pulls.
+    // Tell each expert's owner where the token lies, so that the owner need not ask when it pulls.
     for_each_routed_slot(
         local, num_tokens, cta_idx, thread_idx, [&](uint32_t slot, uint32_t expert_idx) {
             const uint32_t list_idx =

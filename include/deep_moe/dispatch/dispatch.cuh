@@ -1,5 +1,5 @@
-// The dispatch warps: send this rank's routing, pull the tokens of its experts, and, since they own
-// what waits for the grid and for all ranks, open combine and close the call.
+// The dispatch warps. They send this rank's routing and pull the tokens of its experts. They own
+// every wait for the grid and for all ranks, so they also open combine and close the call.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,6 +1,6 @@
-// The experts of all ranks, shared out among the dispatch threads of a CTA, and a thread's share
-// cut into batches: it asks memory about all experts of a batch before it waits for the first
-// answer.
+// The experts of all ranks, divided among the dispatch threads of a CTA. A thread's share is cut
+// into batches: the thread starts its loads for all experts of a batch before it waits for the
+// first answer.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -14,7 +14,7 @@ class ExpertBatch {
     static constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
 
  public:
-    // At most: words of 64 bits that a thread keeps for a batch cost two registers each.
+    // Most experts of a batch: each 64-bit word that a thread keeps costs two registers.
     static constexpr uint32_t size = min(ceil_div(Config::num_experts, num_threads), 8u);
     static constexpr uint32_t distance = size * num_threads;  // from one batch to the next
 

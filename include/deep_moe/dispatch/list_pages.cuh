@@ -1,5 +1,5 @@
-// The pages of the lists that ranks write for each other: which tokens a source rank has for a
-// local expert of the owner's.
+// The pages of the lists that ranks write for each other. A list holds which tokens a source rank
+// has for a local expert of the owner.
 //
 // A list's first page has a fixed place, and few lists have more: where routing is far from even.
 // Of further pages each source rank has its own on each owner, as many as all its lists there may
@@ -50,9 +50,8 @@ struct ListPlace {
     uint32_t slot_idx;  // in the page
 };
 
-// One dispatch thread, for the places of a batch's experts that its CTA has drawn: as many as
-// num_places says by expert, behind the low word of first_places[i]. Takes the pages that begin
-// there.
+// One dispatch thread, for the places of a batch's experts that its CTA has drawn: num_places of
+// each expert, behind the low word of first_places[i]. Takes the pages that begin there.
 template <class Config>
 __device__ void take_pages(const RankBuffers<Config>& buffers, const ExpertBatch<Config>& batch,
                            const uint64_t (&first_places)[ExpertBatch<Config>::size],
@@ -119,8 +118,8 @@ __device__ bool find_own_place(const RankBuffers<Config>& buffers, uint32_t expe
     return true;
 }
 
-// On the owner, after ExpertCounts::acquire: a slot of a local expert's list. Addresses are worked
-// out anew: kept over the loop that pulls tokens, they spill on sm_103a.
+// On the owner, after ExpertCounts::acquire: a slot of a local expert's list. Addresses are
+// computed anew here. Kept over the loop that pulls tokens, they spill on sm_103a.
 template <class Config>
 __device__ const uint32_t* listed_slot(const SymmBuffer<Config>& local, uint32_t local_expert_idx,
                                        const RankToken& source) {
@@ -137,8 +136,8 @@ __device__ const uint32_t* listed_slot(const SymmBuffer<Config>& local, uint32_t
     return local.anew().src_token_topk_idx(place.page_idx, place.slot_idx);
 }
 
-// When all CTAs of the source rank have written their lists: takes back what was said of pages of a
-// list with so many slots, for the next call. Threads may do it for experts of one owner at once.
+// When all CTAs of the source rank have written their lists: clears the page numbers of a list with
+// so many slots, for the next call. Threads may do this for experts of one owner at the same time.
 template <class Config>
 __device__ void forget_pages(const SymmBuffer<Config>& local, uint32_t expert_idx,
                              uint32_t num_list_slots) {

@@ -1,4 +1,4 @@
-// Nothing is done to tokens without scales on their way into the pool.
+// Tokens without scales pass into the pool unchanged.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -15,9 +15,9 @@ namespace deep_moe {
 // The dispatch threads of the CTA that came last to the gather: the send counts and the lists are
 // complete.
 //
-// The additions to the owners' sums are the signal that everything of this rank is there: its
-// inputs, which were written before the kernel started, its lists and its counts. Whoever has read
-// a complete sum and acquires (ExpertCounts::acquire) may read them on every rank.
+// The additions to the owners' sums are the signal that this rank's data is complete: its inputs,
+// which were written before the kernel started, its lists and its counts. A thread that has read a
+// complete sum and acquires it (ExpertCounts::acquire) may read these on every rank.
 //
 // Order: the other CTAs' writes happen before they come to the gather, and that before what this
 // thread does; the fence, with the relaxed additions behind it, releases all of it at sys scope.
@@ -43,7 +43,7 @@ __device__ void publish_counts(const RankBuffers<Config>& buffers, uint32_t thre
             ptx::red_add_relaxed_sys(
                 owner.expert_recv_sum(expert_idx % Config::num_experts_per_rank), send_counts[i]);
         });
-        // Nobody of this rank asks for pages any more: all CTAs have written their lists.
+        // No CTA of this rank asks for pages any more: all have written their lists.
         batch.for_each([&](uint32_t expert_idx, uint32_t i) {
             //~ pages_forgotten
             forget_pages<Config>(local, expert_idx, static_cast<uint32_t>(send_counts[i]));

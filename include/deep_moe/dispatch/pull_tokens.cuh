@@ -63,8 +63,8 @@ __device__ __forceinline__ void set_destination(PulledToken& token, uint32_t poo
     }
 }
 
-// Tokens in pool order: expert by expert as expert_order.cuh has them, each starting on a block.
-// All members uniform.
+// Tokens in pool order: expert by expert as in expert_order.cuh, each starting on a block. All
+// members are uniform.
 template <class Config>
 class ExpertRuns {
  protected:
@@ -161,12 +161,12 @@ __device__ bool takes_used_rows(const PulledToken& token) {
     return token.pool_block_idx + token.num_pool_blocks > PoolRing<Config>::num_blocks;
 }
 
-// Waits until these rows are no longer needed by those that had them before. A whole warp, whose
-// ordinary stores may write them then; false after an abort.
+// Waits until the blocks that had these rows before need them no longer. A whole warp, whose
+// ordinary stores may then write them; false after an abort.
 //
-// It waits for the whole m-block, whose padding nobody else waits for: so who had a row in any
-// earlier round is done with it, too. All those blocks stand in the list before Linear1 of this one
-// (block_walk.cuh), so that they are done without it.
+// It waits for the whole m-block, because no token waits for the padding. So every thread that used
+// a row in any earlier round is done with it. All those blocks come before Linear1 of this m-block
+// in the list (block_walk.cuh), so they finish without it.
 template <class Config>
 __device__ bool await_rows(const SymmBuffer<Config>& local, const PulledToken& token,
                            Waiter& waiter) {
@@ -229,7 +229,7 @@ __device__ bool pull_tokens(const TokenPlaces<Config>& places, const Counts& cou
              cta_idx * Config::num_dispatch_warps + warp_idx + num_pulled * num_warps;
          walk.find(token_idx, token); token_idx += num_warps) {
         const auto source = places.of(token.source.rank_idx);
-        // Read before anything is waited for, so that it is under way with the rest.
+        // Read before the first wait, so that this load is under way with the others.
         float topk_weight = 0.0f;
         if (ptx::lane_idx() == 0) {
             ptx::mbarrier_arrive_expect_tx(pull_barrier, token_bytes);  //~ pull_bytes
@@ -287,8 +287,8 @@ __device__ bool pull_tokens(const TokenPlaces<Config>& places, const Counts& cou
     return true;
 }
 
-// Before ExpertCounts::acquire: what shared experts have in front of the first routed one, for
-// neither where it goes nor where it comes from depends on other ranks. The others as above. How
+// Before ExpertCounts::acquire: pulls the tokens of shared experts in front of the first routed
+// expert, whose sources and places do not depend on other ranks. Otherwise as above. Returns how
 // many tokens this warp has pulled.
 template <class Config, class PullPolicy>
 __device__ uint32_t pull_first_tokens(const RankBuffers<Config>& buffers,

@@ -1,6 +1,6 @@
-// What SM100 does to a token in NVFP4 on its way into the pool: its bytes pass through unchanged,
-// its scale words go to where the scale copies to TMEM want them, and the float of the whole token,
-// which stands in front of them, to where the epilogue multiplies by it.
+// SM100's policy for NVFP4 tokens on their way into the pool. The bytes pass through unchanged. The
+// scale words go where the scale copies to TMEM read them. The token's float, which stands in front
+// of them, goes where the epilogue reads it.
 #pragma once
 
 #include <cuda/std/cstdint>

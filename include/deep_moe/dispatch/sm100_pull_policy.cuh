@@ -1,5 +1,5 @@
-// What SM100 does to a token on its way into the pool: its bytes pass through unchanged, its scale
-// words go to where the scale copies to TMEM want them.
+// SM100's policy for tokens on their way into the pool. The bytes pass through unchanged. The scale
+// words go where the scale copies to TMEM read them.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,8 +1,8 @@
-// What SM90 does on its way into the pool to a token with a float32 scale for every 128 values.
+// SM90's policy for tokens with a float32 scale for every 128 values, on their way into the pool.
 //
-// The scales go along, for the main loop multiplies by them (experts/sm90/promoting_loop.cuh), and
-// so the bytes stay what they are. Their words are permuted as those of all tokens are
-// (sm90_pull_policy.cuh).
+// The scales are stored beside the token, because the main loop multiplies by them
+// (experts/sm90/promoting_loop.cuh). So the bytes stay unchanged, except that their words are
+// permuted as those of all tokens (sm90_pull_policy.cuh).
 #pragma once
 
 #include <cuda/std/cstdint>

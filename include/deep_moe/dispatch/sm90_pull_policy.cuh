@@ -1,10 +1,10 @@
-// What SM90 does to a token on its way into the pool.
+// SM90's policy for tokens on their way into the pool.
 //
-// Its wgmma knows no scales, so the token's scales (one per 32 values) go into its E4M3 bytes:
-// every group is expressed in the token's largest scale 2^e. E4M3 is a floating format, whose group
-// scales only guard its range; what leaves the range here, subnormals and below, is 2^-15 of the
-// largest representable value. And its words are permuted, so that the weights that one thread
-// decodes share a scale: byte 32*j + 16*h + 4*q + b of 128 holds k = 32*q + 8*j + 4*h + b.
+// wgmma has no scales, so the token's scales (one per 32 values) go into its E4M3 bytes: every
+// group is expressed in the token's largest scale 2^e. E4M3 is a floating-point format whose group
+// scales only guard its range. What leaves the range here, subnormals and below, is 2^-15 of the
+// largest representable value. The words are permuted so that the weights that one thread decodes
+// share a scale: byte 32*j + 16*h + 4*q + b of 128 holds k = 32*q + 8*j + 4*h + b.
 #pragma once
 
 #include <cuda/std/cstdint>

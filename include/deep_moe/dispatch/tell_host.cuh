@@ -1,4 +1,4 @@
-// What the host learns of a call without waiting for it.
+// What a call tells the host, which does not wait for it.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -10,8 +10,8 @@
 
 namespace deep_moe {
 
-// One warp of the grid: what came, from which the host picks the tile of a later call.
-// The store needs no order, and has all of the call's time to cross to the host's memory.
+// One warp of the grid: the counts that arrived, from which the host chooses the tile of a later
+// call.
 template <class Config>
 __device__ void tell_host(const KernelArgs& args, const ExpertCounts<Config>& counts) {
     uint32_t received = counts.num_received_tokens();

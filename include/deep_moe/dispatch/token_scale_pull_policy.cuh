@@ -1,4 +1,5 @@
-// Of a token with one scale, its way into the pool takes the scale along, and changes nothing.
+// The policy for tokens with one scale. The scale is stored beside the token, and the bytes stay
+// unchanged.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,5 +1,5 @@
-// A block: the unit of work of the two linear layers. The n-th columns of an m-block, which is a
-// run of tokens of one expert.
+// A block: the unit of work of the two linear layers. It is the n-th columns of an m-block; an
+// m-block is a run of tokens of one expert.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,28 +1,29 @@
-// Which block comes next. The list of all blocks follows from the experts' token counts alone, so
-// that whoever walks it knows what stands where without asking anybody.
+// The order of blocks. The list of all blocks follows from the experts' token counts alone, so
+// every role that walks it knows every entry without communication.
 //
-// The blocks of either layer stand there by expert, by unit of up to num_unit_m_blocks of its
-// m-blocks, by pair of neighbouring n-blocks, by m-block: so whatever of a unit has the same
-// weights is begun together, and L2 has them. The list has first Linear1 of num_lead_m_blocks
-// m-blocks, then by turns Linear2 and Linear1 of num_turn_m_blocks, each going on where it was
-// left; behind the last of Linear1 all that is left of Linear2. The rows of Linear2 go to other
-// ranks. With short turns they leave at a steady rate over the whole call. With long turns weights
-// are read layer by layer.
+// The blocks of each layer stand in the list by expert, by unit of up to num_unit_m_blocks of its
+// m-blocks, by pair of neighbouring n-blocks, by m-block. So blocks of a unit that have the same
+// weights begin together, and L2 holds these weights. The list begins with Linear1 of
+// num_lead_m_blocks m-blocks. Then Linear2 and Linear1 alternate in turns of num_turn_m_blocks,
+// each going on where it stopped. After the last of Linear1 comes all that is left of Linear2. The
+// rows of Linear2 go to other ranks. With short turns they leave at a steady rate over the whole
+// call. With long turns weights are read layer by layer.
 //
-// A cluster takes a pair, its CTA of rank r the pair's r-th block: neighbouring n-blocks of an
-// m-block, or, where num_cluster_m_blocks is 2, the same n-block of two neighbouring m-blocks, and
-// n-blocks only of an odd last one. Which pairs: on SM100 every (number of clusters)-th, on SM90
-// whichever it claims next (experts/sm90/block_claims.cuh). A block waits only for blocks in pairs
-// in front of it, or for tokens that wait only for such, and pairs are taken in order, so the walk
-// cannot deadlock.
+// A cluster takes a pair of blocks, and its CTA of rank r takes the pair's r-th block. A pair is
+// two neighbouring n-blocks of an m-block. Where num_cluster_m_blocks is 2, it is the same n-block
+// of two neighbouring m-blocks, and two n-blocks only of an odd last m-block. On SM100 a cluster
+// takes every (number of clusters)-th pair. On SM90 it takes the pair that it claims next
+// (experts/sm90/block_claims.cuh). A block waits only for blocks in pairs in front of it, or for
+// tokens that wait only for such blocks. Pairs are taken in order, so the walk cannot deadlock.
 //
-// An m-block counts as half as many pairs as it has n-blocks, rounded up, and turns are as many
-// pairs as their m-blocks, wherever units end. With an odd number of n-blocks there are blocks with
-// n_block_idx == number of n-blocks: a CTA takes part in their loads and MMAs, whose results nobody
-// stores.
+// An m-block counts as half as many pairs as it has n-blocks, rounded up. A turn has as many pairs
+// as its m-blocks, wherever units end. With an odd number of n-blocks there are blocks with
+// n_block_idx == number of n-blocks: a CTA takes part in their loads and MMAs, and stores none of
+// the results.
 //
-// If the pool is a ring (layout/pool_ring.cuh), Linear1 is ahead by so few m-blocks that whatever
-// has the rows of an m-block before it has all its Linear2 in front of the m-block's Linear1.
+// If the pool is a ring (layout/pool_ring.cuh), Linear1 is ahead by so few m-blocks that Linear2 of
+// every m-block that used a row before comes, in the list, before Linear1 of the m-block that uses
+// it next.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -37,7 +38,7 @@
 
 namespace deep_moe {
 
-// Of one warp; all 32 lanes call everything, and all members are the same in all of them.
+// One warp has a walk. All 32 lanes call every method, and all members are the same in all lanes.
 template <class Config>
 class BlockWalk {
     using Order = ExpertOrder<Config>;
@@ -56,7 +57,7 @@ class BlockWalk {
                       (lead + 2 * (unit - 1)) * (Config::block_m / Config::block_m_step) <=
                           PoolRing<Config>::num_blocks,
                   "the m-blocks that Linear1 is ahead fit into the ring");
-    // In the smallest rings a cluster has no two m-blocks together.
+    // In the smallest rings a cluster does not take two m-blocks together.
     static constexpr bool takes_two = Config::num_cluster_m_blocks == 2 && unit > 1;
     static_assert(!takes_two || (Config::cluster_size == 2 && unit % 2 == 0));
 
@@ -72,8 +73,8 @@ class BlockWalk {
         }
     }
 
-    // The block of the pair that the walk stands at, the CTA's (cluster's) own index at first.
-    // False when that is behind the list.
+    // The block of the pair that the walk stands at; at first, that of the CTA's (cluster's) own
+    // index. False behind the end of the list.
     __device__ bool find(Block& block);
     // Behind it only.
     __device__ void go_to(uint32_t pair_idx) { next_pair_ = pair_idx; }

@@ -51,12 +51,12 @@ class ExpertCounts : public ExpertOrder<Config> {
     }
 
     // Waits until every rank has published its counts, and keeps them in registers. False once the
-    // rank has given up; also, before anything is written, if the tokens do not fit into the pool.
-    // Where the tokens are here there is nothing to wait for, and the counts are those in `args`.
+    // rank has given up, and, before anything is written, if the tokens do not fit into the pool.
+    // In a call without other ranks there is no wait, and the counts are those in `args`.
     __device__ bool fetch(const KernelArgs& args, const SymmBuffer<Config>& local, Waiter& waiter);
 
-    // The same for who needs more than the numbers: what every rank wrote before it published, its
-    // inputs too, happens before what any lane does after.
+    // The same for a warp that needs more than the numbers. What every rank wrote before it
+    // published, its inputs too, happens before what any lane does afterwards.
     __device__ bool acquire(const KernelArgs& args, const SymmBuffer<Config>& local,
                             Waiter& waiter) {
         const bool arrived = fetch(args, local, waiter);
@@ -117,7 +117,7 @@ class ExpertCounts : public ExpertOrder<Config> {
     // num_tokens_[idx], for an index that is not known when compiling.
     __device__ uint32_t kept_count(uint32_t idx) const;
 
-    // Who has not published a count for a local expert. Any thread.
+    // The ranks that have not published a count for a local expert. Any thread.
     __device__ static RankSet silent_ranks(const SymmBuffer<Config>& local,
                                            uint32_t local_expert_idx) {
         RankSet ranks;

@@ -1,15 +1,15 @@
-// In which order a rank's experts stand in the list of blocks and in the pool, and so in what
-// dispatch pulls.
+// The order of a rank's experts in the list of blocks and in the pool, and so the order in which
+// dispatch pulls tokens.
 //
-// Routed experts stand there by their index. A shared expert has all tokens of its own rank, which
-// would be several experts' work in one place: where weights come from memory, other blocks have to
-// come in between. So a shared expert is cut into parts, and in front of every num_experts_per_part
-// routed experts stands one part of each shared expert. A part is an entry of the list as an expert
-// is: a run of tokens, cut into m-blocks, with rows in the pool. All parts but the last that has
-// tokens are of the same number of m-blocks, and these are full; those behind it are empty.
+// Routed experts stand by their index. A shared expert has all tokens of its own rank, which would
+// be several experts' work in one place. Where weights come from memory, other blocks must come in
+// between. So a shared expert is cut into parts, and one part of each shared expert stands in front
+// of every num_experts_per_part routed experts. A part is an entry of the list like an expert: a
+// run of tokens, cut into m-blocks, with rows in the pool. All parts but the last non-empty one
+// have the same number of m-blocks, and these are full. Parts behind it are empty.
 //
-// What shared experts have is known without other ranks, and of the entries in front of the first
-// routed expert also the rows in the pool. Dispatch pulls these while counts are on their way.
+// The tokens of shared experts are known without other ranks. So are the pool rows of the entries
+// in front of the first routed expert. Dispatch pulls these while counts are on their way.
 //
 // Among weights, shared experts stand behind the rank's routed ones.
 #pragma once

@@ -1,6 +1,6 @@
-// The two linear layers as data: what differs between Linear1 and Linear2 stands here, and nowhere
-// else. `Linear` is for code that knows the phase when it is compiled, `LinearOf` for code that has
-// it in a register.
+// The two linear layers as data. Every difference between Linear1 and Linear2 is here and nowhere
+// else. `Linear` is for code that knows the phase at compile time, `LinearOf` for code that has it
+// in a register.
 #pragma once
 
 #include <cuda/std/cstdint>

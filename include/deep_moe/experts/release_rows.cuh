@@ -1,4 +1,5 @@
-// Giving rows of the pool back: to whom they belong next, dispatch writes them (pull_tokens.cuh).
+// Giving rows of the pool back. Dispatch writes them next, for the m-block that they belong to next
+// (pull_tokens.cuh).
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -12,8 +13,8 @@
 
 namespace deep_moe {
 
-// Releases of an m-block when nobody reads its rows any more: one of every CTA that had one of its
-// Linear2 blocks. Linear1's reads are over before Linear2's begin.
+// Releases of an m-block, one by every CTA that had one of its Linear2 blocks, when no thread reads
+// its rows any more. Linear1's reads are over before Linear2's begin.
 template <class Config>
 inline constexpr uint32_t num_releases =
     LinearOf<Config>::template num_pairs<Phase::linear2> * Config::cluster_size;

@@ -1,5 +1,5 @@
-// When a block's tokens are there: what an activation loader waits for before the first copy of the
-// block, and whoever else reads what dispatch brought with them.
+// Waits for a block's tokens. An activation loader calls this before the block's first copy, and so
+// does every other reader of what dispatch brought with the tokens.
 #pragma once
 
 #include <cuda/std/cstdint>

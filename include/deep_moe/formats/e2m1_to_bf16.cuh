@@ -1,9 +1,9 @@
 // E2M1 to BF16, in registers.
 //
-// A byte permute and a product. The permute puts the magnitude's three bits where the lowest of the
-// exponent and the highest of the mantissa are, which is the value times 2^-126, 0.5 as a subnormal
-// too. The product with a scale brings it to where that says, and rounds nothing where both
-// together have no more bits than BF16.
+// A byte permute and a product. The permute puts the magnitude's three bits where BF16 has the
+// lowest bit of the exponent and the highest of the mantissa. That is the value times 2^-126; 0.5
+// becomes a subnormal. The product with a scale brings it to its range. It rounds nothing where
+// both together have no more bits than BF16.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -9,8 +9,8 @@
 
 namespace deep_moe {
 
-// A group of smaller magnitudes is quantized as if one of this were in it, so that neither the
-// scale nor its inverse leaves the range of normal numbers.
+// A group whose largest magnitude is smaller is quantized as if it held this one, so that neither
+// the scale nor its inverse leaves the range of normal numbers.
 inline constexpr float min_group_amax = 1e-4f;
 
 // The scale and what values are multiplied by, for the bits of a group's largest magnitude. With an

@@ -11,8 +11,8 @@ namespace deep_moe {
 inline constexpr uint32_t fp4_group_size = 16;
 // A code times a scale is at most 6 * 448, which is what the largest magnitude becomes.
 inline constexpr float fp4_largest = 6.0f * 448.0f;
-// Tokens of smaller magnitudes are quantized as if one of this were in them, so that neither their
-// scale nor its inverse leaves the range of normal numbers.
+// A token whose largest magnitude is smaller is quantized as if it held this one, so that neither
+// its scale nor the inverse leaves the range of normal numbers.
 inline constexpr float min_fp4_token_amax = 0x1p-100f;
 
 // The float beside the scales of Linear1's output, the same for all tokens: blocks of up to 672

@@ -1,12 +1,13 @@
-// Which scale Linear2's input gets, in E4M3, for each token and 128 values.
+// The scale of Linear2's input in E4M3, for each token and 128 values.
 //
-// If it can, the one that all of the token's k-blocks have: Linear2 then adds them up as they are
-// (rescaler.cuh). It follows from the routing weight alone, which is in every value as a factor; 1
-// is where there are biases:
-// 2^(floor(log2 |weight|) - 1), so that silu(gate) * up up to 112 fits, and with a clamp of 10 all.
-// E4M3 is a floating format: where in its range a block lies matters little until it nears the
-// subnormals. A block whose largest value is below 2^-3 of the scale, where rounding to E4M3 would
-// err by a tenth more than elsewhere, or above 448 of it, gets the scale of its own.
+// If possible all k-blocks of a token get the same scale, so that Linear2 adds them up as they are
+// (rescaler.cuh). It follows from the routing weight alone, which is a factor of every value (1
+// where there are biases): 2^(floor(log2 |weight|) - 1). So silu(gate) * up up to 112 fits, and
+// with a clamp of 10 every value. E4M3 is a floating-point format: the position of a block in its
+// range matters little until it nears the subnormals. A block gets its own scale if its largest
+// value is above 448 of that scale, or below 2^-3 of it, where rounding to E4M3 would err by a
+// tenth more than elsewhere. No scale is below 2^-60: the ratio of two scales of a token must not
+// take an accumulator out of FP32's range.
 #pragma once
 
 #include <cuda/std/cstdint>

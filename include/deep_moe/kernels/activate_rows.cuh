@@ -1,5 +1,5 @@
-// Linear2's input: the activation of Linear1's two outputs, with biases added first, in FP32;
-// padding rows zero. With `rounds_to_mxfp8` as MXFP8 would hold it.
+// Linear2's input: the activation of Linear1's two outputs in FP32, with biases added first.
+// Padding rows are zero. With `rounds_to_mxfp8` the values are rounded as MXFP8 holds them.
 //
 // Grid: a warp per row.
 #pragma once

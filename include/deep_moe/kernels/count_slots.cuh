@@ -1,5 +1,5 @@
-// Sorting slots by expert, first: how many slots of each segment name each expert. It also says of
-// every row that it has no slot, until place_slots knows better.
+// Sorting slots by expert, first step: count how many slots of each segment name each expert. It
+// also marks every row as without a slot, until place_slots sets it.
 //
 // Grid: a CTA per segment.
 #pragma once

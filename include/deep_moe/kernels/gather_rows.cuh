@@ -1,7 +1,8 @@
-// The rows that experts read: each one its slot's token, padding rows zero, so that they add
-// nothing to a weight's gradient. With `rounds_to_mxfp8` as MXFP8 would hold them.
+// The rows that experts read. Each row is its slot's token. Padding rows are zero, so that they add
+// nothing to a weight's gradient. With `rounds_to_mxfp8` the values are rounded as MXFP8 holds
+// them.
 //
-// A token is loaded once and stored to all of its rows, which lie far apart: read row by row, most
+// A token is loaded once and stored to all of its rows, which lie far apart. Read row by row, most
 // of its top-k loads would go to memory.
 //
 // Grid: a warp for 32 * Config::chunks_per_lane neighbouring chunks of a token; then one for 32

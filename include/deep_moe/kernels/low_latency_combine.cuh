@@ -1,7 +1,7 @@
-// Low-latency combine: what the experts made goes back to the tokens' ranks, and is added there. In
-// one kernel, or in two: `sends` and `receives` say which parts this one has. With `fetches_rows`
-// the rows stay where the experts wrote them, and the tokens' ranks fetch them. With `repeats` the
-// call has been combined before.
+// Low-latency combine: the experts' rows go back to the tokens' ranks and are added there. In one
+// kernel, or in two: `sends` and `receives` say which parts this one has. With `fetches_rows` the
+// rows stay where the experts wrote them, and the tokens' ranks fetch them. With `repeats` the call
+// has been combined before.
 //
 // Grid: as dispatch's.
 #pragma once
@@ -30,7 +30,7 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     const LowLatencyRanks<Config> ranks(args);
     const LowLatencyBuffer<Config> local = ranks.local();
     first_anchor<Config>(args);
-    // All loads that depend on nothing are under way before the first of them is waited for.
+    // All loads that depend on nothing are started before the first wait.
     const CallState state(local);
     const uint32_t call_idx = *args.call_idx;
     const ActiveRanks<Config> active(local);
@@ -45,8 +45,8 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     };
     const uint32_t num_rounds = Config::repeats ? args.num_earlier_rounds + 2 : 1;
     if constexpr (Config::sends && Config::repeats) {
-        // Nobody's rows are written again before all have added those of the last time, which they
-        // have when this kernel of theirs begins.
+        // No rank's rows are written again before all ranks have added the earlier ones. They have
+        // when this kernel begins on them.
         if (is_sound) arrive();
         is_sound = is_sound && await_ranks<Config>(WaitSite::split_contributions, active, arrivals,
                                                    num_rounds - 1, WaitCost(args.wait_cycles),
@@ -76,7 +76,7 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
         }
         const PhaseSpan<Config> span(args, SplitPhase::topk_reduce);
         if (is_sound) {
-            // Where rows are to be fetched from comes with the arrivals.
+            // The places to fetch rows from arrive with the arrivals.
             if constexpr (Config::fetches_rows) reduction.begin();
             reduction.run();
         }

@@ -34,7 +34,8 @@ __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<
     const LowLatencyBuffer<Config> local = ranks.local();
     const uint32_t half = half_of(call_idx);
     const TokenCounts<Config> counts(shared_memory);
-    // Few tokens leave the last CTA free for the counts, and the first one has them anyway.
+    // With few tokens the last CTA has none and is free for the counts; the first CTA always has
+    // some.
     if (blockIdx.x == 0) {
         clear_words(local, half);
         if (threadIdx.x == 0) *args.call_idx = call_idx;
@@ -98,7 +99,7 @@ __device__ __forceinline__ void low_latency_dispatch(const LowLatencyArgs& args)
     const LowLatencyRanks<Config> ranks(args);
     const LowLatencyBuffer<Config> local = ranks.local();
     first_anchor<Config>(args);
-    // All loads that depend on nothing are under way before the first of them is waited for.
+    // All loads that depend on nothing are started before the first wait.
     const CallState state(local);
     const uint32_t call_idx = Config::sends ? state.num_calls : *args.call_idx;
     NextToken<Config> first_token(args, blockIdx.x);

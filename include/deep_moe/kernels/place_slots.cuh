@@ -1,5 +1,5 @@
-// Sorting slots by expert, last: the row of each slot, in the order of slots, and the slot of each
-// row. No atomic decides an order, so it is the same in every run.
+// Sorting slots by expert, last step: write the row of each slot, in the order of slots, and the
+// slot of each row. No atomic decides an order, so the result is the same in every run.
 //
 // Grid: a CTA per segment.
 #pragma once

@@ -1,6 +1,6 @@
-// A call's inputs from what a model has: BF16 tokens become E4M3 with their scales or, where the
-// buffer has BF16 (Config::quantizes is false), stay as they are; the router's output takes the
-// types of the symmetric buffer, and all of it lands there in one launch.
+// Prepares a call's inputs in one launch. BF16 tokens become E4M3 with scales, or stay BF16 if the
+// buffer has BF16 (Config::quantizes is false). The router's output takes the types of the
+// symmetric buffer.
 //
 // Neither part knows where a token ends: rows are contiguous and whole scale words, on both sides.
 // A warp takes num_chunks_per_lane * 32 neighbouring chunks of 8 values; a lane loads a chunk with
@@ -8,8 +8,8 @@
 // stored: the compiler must take it that a store could change what a later load reads. Where one
 // scale is for a whole token, a CTA has a token (Config::num_token_chunks).
 //
-// On the way the router's experts may become places of experts (expert_map), padded tokens may lose
-// theirs (token_mask), and what each place got may be counted (expert_load).
+// Meanwhile the router's experts may become places of experts (expert_map), padded tokens may lose
+// theirs (token_mask), and the slots of each place may be counted (expert_load).
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -49,7 +49,7 @@ struct PrepareInputsArgs {
     uint32_t num_experts;  // of expert_load
 };
 
-// What an expert becomes that expert_map does not know: no call takes it for an expert's place.
+// The id of an expert that expert_map does not know: no call takes it for an expert's place.
 inline constexpr int64_t unknown_expert = INT64_MAX;
 
 // What one lane quantizes.
@@ -124,7 +124,8 @@ class TokenChunks {
         }
     }
 
-    // Where a chunk belongs, in rows of so many: those of the buffer may be longer than those of x.
+    // Where a chunk belongs, in rows of this many chunks. Rows of the buffer may be longer than
+    // those of x.
     static __device__ uint32_t place(uint32_t chunk_idx, uint32_t row_chunks) {
         constexpr uint32_t length = Config::num_row_chunks;
         if constexpr (length == 0) {

@@ -7,8 +7,8 @@
 
 namespace deep_moe {
 
-// From the registers that every thread is launched with to those of its role: the compiler hands
-// out all 64 Ki of an SM, in steps of 8. All four warps of a warpgroup.
+// Changes the registers that every thread is launched with to those of its role. The compiler
+// distributes all 64 Ki of an SM, in steps of 8. All four warps of a warpgroup.
 template <class Config, uint32_t count>
 __device__ __forceinline__ void set_registers() {
     constexpr uint32_t launch_count = 65536 / Config::num_threads / 8 * 8;

@@ -1,5 +1,5 @@
-// Weights [..., K, N] as MXFP8 would hold them, in BF16: a scale for 32 neighbours along K, which
-// lie in 32 rows.
+// Weights [..., K, N], rounded as MXFP8 holds them, in BF16. A scale covers 32 neighbours along K,
+// which lie in 32 rows.
 //
 // Grid: a thread per group and pair of columns.
 #pragma once

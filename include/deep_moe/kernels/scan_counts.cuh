@@ -1,5 +1,5 @@
-// Sorting slots by expert, second: where each expert's rows end, and where in them each segment
-// begins.
+// Sorting slots by expert, second step: find where each expert's rows end, and where each segment
+// begins in them.
 //
 // Grid: one CTA, a thread per expert.
 #pragma once

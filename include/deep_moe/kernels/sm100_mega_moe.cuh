@@ -143,7 +143,7 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
     __syncwarp();
     ptx::barrier_cluster_arrive();
     ptx::barrier_cluster_wait();
-    // Asked again, because keeping it would take a register from every role.
+    // Read again, because keeping it would take a register from every role.
     if (ptx::tid_x() / warp_size == Roles::mma) {
         ptx::tcgen05_dealloc_cta_group2(tmem, Config::num_tmem_columns);  //~ tmem_freed
     }

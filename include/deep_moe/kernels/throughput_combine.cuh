@@ -1,6 +1,6 @@
-// Throughput combine: what the experts made is fetched by the tokens' ranks and added there. With
-// `copies_rows` the rows are copied into the symmetric buffer first, else the experts have written
-// them there.
+// Throughput combine: the tokens' ranks fetch the experts' rows and add them. With `copies_rows`
+// the rows are copied into the symmetric buffer first; otherwise the experts have written them
+// there.
 //
 // Grid: as dispatch's.
 #pragma once

@@ -1,4 +1,4 @@
-// Throughput dispatch: tokens to the ranks of their experts, and into rows by expert there. With
+// Throughput dispatch: tokens go to the ranks of their experts, and into rows by expert there. With
 // `knows_rows` they go where an earlier dispatch sent others, and nothing is counted.
 //
 // Grid: num_ctas CTAs, equal on all ranks, which are all resident at once: they wait for all of

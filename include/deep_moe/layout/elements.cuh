@@ -1,4 +1,4 @@
-// For asserting that code takes the elements of a segment for what the layout declares them to be.
+// Asserts that code uses a segment's elements with the type that the layout declares.
 #pragma once
 
 namespace deep_moe {

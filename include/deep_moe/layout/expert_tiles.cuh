@@ -1,9 +1,9 @@
-// How an expert's tokens are cut into m-blocks, and its part of the pool into pool blocks.
+// Cuts an expert's tokens into m-blocks, and its part of the pool into pool blocks.
 //
-// A pool block is block_m_step rows, an m-block one or several of them; an expert starts at a pool
-// block. If min_block_m is block_m, all m-blocks have that size. Else they differ: an expert gets
-// as few as can be, of at least min_block_m and at most block_m rows, and as equal as block_m_step
-// allows, the larger ones first. So few rows are multiplied for nothing.
+// A pool block is block_m_step rows, and an m-block is one or several pool blocks. An expert starts
+// at a pool block. If min_block_m is block_m, all m-blocks have that size. Otherwise sizes differ:
+// an expert gets as few m-blocks as possible, of min_block_m to block_m rows each, as equal as
+// block_m_step allows, the larger ones first. So few rows are multiplied for nothing.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,4 +1,4 @@
-// What the host hands to the kernel. The Python launcher reads these structs from here
+// The kernel's arguments. The Python launcher reads these structs from this file
 // (jit/cpp_structs.py), and every rendered kernel asserts their sizes and offsets.
 #pragma once
 
@@ -31,9 +31,9 @@ constexpr uint32_t received_unevenly = 1u << 31;
 
 // What the host reads of a call without waiting for it. One per rank, zero before the first call.
 //
-// Mostly why a call failed: a non-zero `code` is also the signal on which every other wait of the
-// rank gives up. The first failure wins. The host may look at any time: what the code stands for is
-// there when it is not `reporting` any more.
+// Mostly the reason of a failure. A non-zero `code` is also the signal on which every other wait of
+// the rank gives up. The first failure wins. The host may read at any time: the other fields are
+// valid when `code` is no longer `reporting`.
 struct WaitStatus {
     uint32_t code;  // WaitCode
     uint32_t site;  // WaitSite
@@ -49,8 +49,8 @@ struct WaitStatus {
 };
 static_assert(sizeof(WaitStatus) == 64);
 
-// Of the kernels of all targets. What one reaches tokens and weights by follows in the struct of
-// the same name in its own namespace, experts/<target>/kernel_args.cuh.
+// The arguments of all targets' kernels. Those by which a target reaches tokens and weights follow
+// in the struct of the same name in its own namespace, experts/<target>/kernel_args.cuh.
 struct KernelArgs {
     uint64_t rank_buffers[max_num_ranks];  // each rank's symmetric buffer, as this rank sees it
     void* y;                               // bf16 [num_tokens, hidden]

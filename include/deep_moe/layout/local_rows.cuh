@@ -1,5 +1,5 @@
-// Tokens that lie in rows of the caller's: of each expert a run of rows, anywhere among them. A
-// token's result is the same row of y.
+// Tokens in the caller's rows. Each expert has a run of rows, anywhere among them. A token's result
+// goes to the same row of y.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -10,7 +10,7 @@
 
 namespace deep_moe {
 
-// The rows of an expert, as the caller's tensors say: what is negative there is a large number.
+// The rows of an expert, from the caller's tensors. A negative number there is a large number here.
 struct LocalRowRange {
     uint32_t begin;
     uint32_t count;

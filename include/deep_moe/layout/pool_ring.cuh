@@ -1,9 +1,9 @@
-// Where in the pool the rows of a pool block are. A call may have more pool blocks than the pool
-// has places: then it is a ring, in which block n takes the place of block n - num_blocks.
+// Where the rows of a pool block are in the pool. A call may have more pool blocks than the pool
+// has places. Then the pool is a ring, in which block n takes the place of block n - num_blocks.
 //
-// Counts, masks and releases are indexed by pool block all the same: they are set by reductions,
-// and cannot be used again within a call. By place go rows, their scales, routing weights and
-// sources.
+// Counts, masks and releases are indexed by pool block, because they are set by reductions and
+// cannot be used again within a call. Rows, their scales, routing weights and sources are indexed
+// by place.
 //
 // An m-block of several pool blocks begins at the place of its first one and goes on in one piece,
 // in the last places into rows behind them. So its further pool blocks may be elsewhere than at

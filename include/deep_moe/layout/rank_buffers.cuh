@@ -27,7 +27,7 @@ class RankBuffers {
         return SymmBuffer<Config>(args_.rank_buffers[rank_idx]);
     }
 
-    // Where a token's result goes: a row of the combine buffer of the rank that it came from.
+    // The row of a token's result, in the combine buffer of the rank that it came from.
     __device__ uint16_t* result_row(const TokenSource& source) const {
         return of(source.rank_idx).combine(source.topk_idx, source.token_idx);
     }

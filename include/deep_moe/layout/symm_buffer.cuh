@@ -17,8 +17,8 @@ class SymmBuffer {
  public:
     __device__ explicit SymmBuffer(uint64_t base) : base_(base) {}
 
-    // The same, which the compiler cannot know. So it works an address out where it is used, and
-    // not in front of a loop, where each takes two registers all the time.
+    // The same, but opaque to the compiler. So the compiler computes an address where it is used,
+    // and not in front of a loop, where each address takes two registers all the time.
     __device__ __forceinline__ SymmBuffer anew() const {
         uint64_t base = base_;
         asm volatile("" : "+l"(base));

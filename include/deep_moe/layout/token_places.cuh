@@ -1,5 +1,5 @@
-// Where tokens lie before they are brought into the pool, and where their results go: RankBuffers
-// or LocalRows, as Config::Tokens has it.
+// Where tokens are before they are brought into the pool, and where their results go: RankBuffers
+// or LocalRows, as Config::Tokens says.
 #pragma once
 
 namespace deep_moe {

@@ -1,5 +1,5 @@
-// Which ranks take part. The host masks those that are dead: nothing is sent to them, nobody waits
-// for them, and slots that name their experts count as unused. All others must be told the same.
+// The ranks that take part. The host masks dead ranks: nothing is sent to them, no rank waits for
+// them, and slots that name their experts count as unused. All other ranks must mask the same ones.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,4 +1,4 @@
-// How a rank learns that all CTAs of another one have sent what they had.
+// How a rank learns that all CTAs of another rank have sent their data.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -14,8 +14,8 @@ namespace deep_moe {
 // All threads of a CTA that has sent. `ranks`: the buffers of all; `active`: those that take part.
 // `arrivals(buffer)`: this rank's word in another one's buffer.
 //
-// Order: the barrier puts all writes of the CTA in front of one thread's release at sys scope for
-// each rank, which covers them. Nobody gathers the grid's CTAs first: that would take longer than
+// Order: the barrier puts all writes of the CTA before one thread's release at sys scope for each
+// rank, which covers them. The grid's CTAs do not gather first, because that would take longer than
 // the additions.
 template <class Config, class Ranks, class Active, class Arrivals>
 __device__ void arrive_at_ranks(const Ranks& ranks, const Active& active,
@@ -48,10 +48,10 @@ class WaitCost {
     uint64_t begin_;
 };
 
-// All threads of a CTA: until `num_expected` arrivals have come from each rank, above
-// `num_earlier`. `arrivals(rank_idx)`: that rank's word in the own buffer. What came before them
-// may be read then, by the whole CTA: one thread acquires it per rank, and the barrier passes it
-// on.
+// All threads of a CTA: waits until `num_expected` arrivals have come from each rank, above
+// `num_earlier`. `arrivals(rank_idx)`: that rank's word in this rank's buffer. Then the whole CTA
+// may read what was written before these arrivals: one thread per rank acquires it, and the barrier
+// passes it on.
 template <class Config, class Active, class Arrivals>
 __device__ bool await_arrivals(WaitSite site, const Active& active, const Arrivals& arrivals,
                                uint32_t num_expected, const WaitCost& cost, Waiter& waiter,

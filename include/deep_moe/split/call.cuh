@@ -1,5 +1,5 @@
-// Which call a kernel belongs to, and so which half of the buffer is its own. The rank counts its
-// dispatches itself, in its buffer: a CUDA graph may be replayed any number of times.
+// Which call a kernel belongs to, and so which half of the buffer it uses. The rank counts its
+// dispatches in its own buffer, so a CUDA graph may be replayed any number of times.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -17,8 +17,7 @@ __device__ __forceinline__ uint32_t half_of(uint32_t call_idx) {
     return call_idx % 2;  //~ half_in_turn
 }
 
-// What a kernel reads of its own buffer, first of all: before anything else waits for a load, so
-// that one wait does for all.
+// What a kernel reads of its own buffer before any other wait, so that one wait covers all loads.
 struct CallState {
     uint32_t num_calls;
     uint32_t gave_up;
@@ -32,7 +31,7 @@ struct CallState {
 // All threads of a CTA, which sends call `state.num_calls`. False if an earlier kernel of this rank
 // gave up.
 //
-// Nobody counts on before all CTAs of the rank have come to the gather of `end_sending`.
+// No CTA increments the count before all CTAs of the rank have come to the gather of `end_sending`.
 template <class Config>
 __device__ bool begin_call(const CallState& state, Waiter& waiter) {
     waiter.follow(state.gave_up == 0);

@@ -1,5 +1,5 @@
-// Work of a CTA, item by item, for whichever of its warps is free: items take different times, and
-// some warps have something else to do first.
+// Work of a CTA, item by item, for whichever of its warps is free. Items take different times, and
+// some warps do something else first.
 #pragma once
 
 #include <cuda/std/cstdint>

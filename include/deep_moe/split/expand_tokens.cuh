@@ -29,8 +29,8 @@ class TokenExpansion {
     __device__ void run() const {
         constexpr uint32_t num_warps = Config::num_threads / warp_size;
         const uint32_t num_tokens = received_.num_tokens();
-        // Neighbouring tokens go to different CTAs: few tokens shall not all pass through a few
-        // SMs.
+        // Neighbouring tokens go to different CTAs, so that few tokens do not all pass through a
+        // few SMs.
         for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x; i < num_tokens;
              i += num_warps * Config::num_ctas) {
             const uint32_t rank_idx = received_.rank_of(i);

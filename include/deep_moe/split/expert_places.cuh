@@ -1,6 +1,6 @@
-// Dispatch, receiving: where each expert's rows begin, on every rank. All ranks know what all send,
-// so each finds out for itself which rank gets how many rows, and all fail together if one of them
-// would get more than it has room for.
+// Dispatch, receiving: where each expert's rows begin, on every rank. All ranks know all counts. So
+// each rank computes how many rows every rank gets, and all fail together if one would get more
+// than it has room for.
 //
 // An expert's rows lie by source rank, and by the source's order below that; experts begin at
 // multiples of Config::expert_alignment.

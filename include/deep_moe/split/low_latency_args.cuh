@@ -1,4 +1,4 @@
-// What the host hands to the low-latency kernels.
+// The arguments of the low-latency kernels.
 #pragma once
 
 #include <cuda/std/cstdint>

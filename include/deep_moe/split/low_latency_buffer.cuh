@@ -31,7 +31,7 @@ class LowLatencyBuffer {
     __device__ uint32_t* gather_counter() const {
         return at<typename Symm::gather_counter_element>(Symm::gather_counter_offset);
     }
-    // Not zero for ranks that are out of the game; written by the host.
+    // Not zero for masked ranks; written by the host.
     __device__ uint32_t* masked_ranks(uint32_t rank_idx) const {
         return at<typename Symm::masked_ranks_element>(Symm::masked_ranks_offset) +
                rank_idx;  // [ranks]
@@ -90,7 +90,7 @@ class LowLatencyBuffer {
                uint64_t{row} * Symm::messages_dim4;  // [2][E_local][ranks][T][message bytes]
     }
 
-    // What the experts made of this rank's tokens, one row per slot.
+    // The experts' results for this rank's tokens, one row per slot.
     __device__ uint16_t* combine(uint32_t half, uint32_t topk_idx, uint32_t token_idx) const {
         const uint32_t row =
             (half * Symm::combine_dim1 + topk_idx) * Symm::combine_dim2 + token_idx;

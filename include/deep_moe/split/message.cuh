@@ -1,5 +1,5 @@
-// What a token is on its way where each of its experts is sent one for itself: 16 bytes of control,
-// its values, its scales, one behind the other.
+// A token on its way to one of its experts, if each expert is sent its own copy: 16 bytes of
+// control, the values, the scales, one behind the other.
 #pragma once
 
 #include <cuda/std/cstdint>

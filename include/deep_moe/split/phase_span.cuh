@@ -1,5 +1,5 @@
-// When each CTA of a kernel of the split path was in which phase, in one made with Config::trace.
-// Without it a span is an empty class.
+// Records when each CTA of a split-path kernel was in which phase, in kernels made with
+// Config::trace. Without it a span is an empty class.
 //
 // Stamps are %clock64; trace/tracer.cuh says why, and what the anchors are for.
 // deep_moe/split/profile.py reads them, and the names of phases out of this file.

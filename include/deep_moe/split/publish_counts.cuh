@@ -1,5 +1,5 @@
-// Dispatch, sending: tell every rank how many tokens will come, before they do, so that the
-// receivers know their places while the tokens travel.
+// Dispatch, sending: tell every rank how many tokens will come, before they do. So receivers know
+// the places while tokens travel.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -13,7 +13,7 @@ namespace deep_moe {
 
 // All threads of one CTA. `counts`: of all tokens of this rank.
 //
-// A count is all that its word says, so the stores need no order.
+// The word holds nothing but the count, so the stores need no order.
 template <class Config>
 __device__ void publish_counts(const LowLatencyRanks<Config>& ranks,
                                const ActiveRanks<Config>& active, const TokenCounts<Config>& counts,
@@ -35,10 +35,10 @@ __device__ void publish_counts(const LowLatencyRanks<Config>& ranks,
 // All threads of one CTA: zeros for those who write next to words that they add to or that must say
 // "not yet" until then. All are this rank's own.
 //
-// Dispatch words of the other half, which the next dispatch uses: this rank has received the one
-// before, and a peer sends the next one only when it has seen this rank arrive in this one, behind
-// the zeros. Combine words of this half: this rank has combined the call before the last one, and a
-// peer's rows of this one come behind that arrival too.
+// The dispatch words of the other half belong to the next dispatch. This rank has received the
+// dispatch before. A peer sends the next one only after it has seen this rank arrive in this one,
+// so after the zeros. The combine words of this half: this rank has combined the call before the
+// last one, and a peer's rows of this call come after that arrival, too.
 template <class Config>
 __device__ void clear_words(const LowLatencyBuffer<Config>& local, uint32_t half) {
     constexpr uint32_t num_counts = Config::num_ranks * LowLatencyBuffer<Config>::num_count_words;

@@ -1,5 +1,5 @@
-// Dispatch, receiving: every token with a slot for a local expert is fetched from its rank once and
-// written to the rows of all such slots. Rows of the padding behind an expert's own become zero.
+// Dispatch, receiving: a rank fetches every token with a slot for a local expert once, and writes
+// it to the rows of all such slots. Padding rows behind an expert's own become zero.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -28,9 +28,9 @@ __device__ __forceinline__ uint4 multiply_chunk(uint4 chunk, float factor) {
 }
 
 // All warps of the grid, when all ranks' tokens may be fetched. A CTA takes the same part of every
-// rank's tokens, so that each pair of ranks is at it all the time, and of the padding rows every
-// num_ctas-th. Its warps claim both, padding evenly among tokens: what links and what this GPU's
-// memory have to do goes on side by side, to the end.
+// rank's tokens, so that every pair of ranks is busy all the time, and every num_ctas-th padding
+// row. Its warps claim both, with padding spread evenly among tokens. So the work of the links and
+// of this GPU's memory goes on side by side to the end.
 //
 // `Rows`: CountedRows or KnownRows.
 template <class Config, class Rows>

@@ -1,5 +1,5 @@
-// Where the receiver of a dispatch puts the slots of a fetched token: found out from what all ranks
-// have counted, or known from an earlier dispatch.
+// Where the receiver of a dispatch puts the slots of a fetched token: computed from the counts of
+// all ranks, or known from an earlier dispatch.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,4 +1,4 @@
-// Dispatch, receiving: what is told of a row beside its values.
+// Dispatch, receiving: what is stored about a row besides its values.
 #pragma once
 
 #include <cuda/std/cstdint>

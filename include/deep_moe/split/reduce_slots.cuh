@@ -60,7 +60,7 @@ class SlotReduction {
     __device__ SlotReduction(void* out, uint32_t num_tokens, const FindRow& find_row)
         : out_(out), num_items_(num_tokens * num_parts), find_row_(find_row) {}
 
-    // Finds the first row: while others are awaited, if it can be known by then.
+    // Finds the first row, during the wait for others if it can be known by then.
     __device__ void begin() {
         if (first_item() < num_items_) next_slot_ = find_row_(first_item() / num_parts);
     }

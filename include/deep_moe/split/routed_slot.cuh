@@ -1,7 +1,7 @@
-// What a token's slots name: lanes look at them side by side, one slot each.
+// What a token's slots name. Lanes look at one slot each.
 //
 // A token may name an expert in several slots. It is sent there once, for the first of them, and
-// the others take that one's result: so an expert never gets more rows than there are tokens.
+// the other slots take the same result. So an expert never gets more rows than there are tokens.
 #pragma once
 
 #include <cuda/std/cstdint>

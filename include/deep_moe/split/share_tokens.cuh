@@ -1,5 +1,5 @@
-// Dispatch, sending: a CTA's tokens, as they travel, into the own buffer, where the ranks of their
-// experts fetch them.
+// Dispatch, sending: writes a CTA's tokens, in the format in which they travel, into its own
+// buffer, where the ranks of their experts fetch them.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,9 +1,9 @@
 // Dispatch, sending: how many slots of this rank name each expert, and each slot's place among
 // them.
 //
-// Every CTA counts for itself the slots of all tokens before its own, so that no CTA waits for
-// another one: that takes less time than to ask them, and warps that share tokens meanwhile take
-// longer. Places do not depend on who comes first.
+// Every CTA counts for itself the slots of all tokens before its own, so no CTA waits for another
+// one. That takes less time than to ask them, and the warps that share tokens meanwhile take
+// longer. Places do not depend on which CTA comes first.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,10 +1,10 @@
-// A step of the throughput all-to-all: every rank writes into its own buffer what it has, all tell
-// each other that they have, and each fetches what is for it.
+// A step of the throughput all-to-all: every rank writes its data into its own buffer, all ranks
+// tell each other so, and each fetches what is for it.
 //
-// What a step wrote may be written again when all ranks have fetched it. A rank has when it arrives
-// in its next step. So there is nothing to wait for if another kind of step, which writes
-// elsewhere, comes in between; two of one kind in a row begin with a round of arrivals of its own.
-// Nothing is there twice, and the words that count rounds are never reset.
+// A step's data may be written again when all ranks have fetched it. A rank has fetched it when it
+// arrives in its next step. So no wait is needed if another kind of step, which writes elsewhere,
+// comes in between. Two steps of one kind in a row begin with one more round of arrivals. Nothing
+// is stored twice, and the words that count rounds are never reset.
 //
 // Ranks go through the same steps in the same order; which kind the last one was is kept on the
 // device, so that a CUDA graph may be replayed behind any step.

@@ -1,4 +1,4 @@
-// What the host hands to the throughput kernels.
+// The arguments of the throughput kernels.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -2,8 +2,8 @@
 // element types come from `Config::Symm`, where Python renders the one declaration of the layout;
 // an accessor has the name of its segment. Shapes stand at the end of each line.
 //
-// A rank writes what it has into its own buffer, and the others fetch it: split/step.cuh says when
-// it may be written again.
+// A rank writes its data into its own buffer, and the others fetch it. split/step.cuh says when it
+// may be written again.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,6 +1,6 @@
-// How many of a rank's tokens, up to one of them, go to each expert and to each rank: which is the
-// next one's place among them. Every CTA counts for itself, so that nobody has to be asked, and
-// places do not depend on who comes first.
+// Counts how many of a rank's tokens, up to one of them, go to each expert and to each rank. The
+// count is the next token's place among them. Every CTA counts for itself, so it asks no other, and
+// places do not depend on which CTA comes first.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -31,7 +31,8 @@ class MessageUnpacking {
         constexpr uint32_t num_warps = Config::num_ctas * (Config::num_threads / warp_size);
         constexpr uint32_t num_pairs = Config::num_experts_per_rank * Config::num_ranks;
         constexpr uint32_t warps_per_pair = max(1u, num_warps / num_pairs);
-        // Those of a pair are in different CTAs: few messages shall not all pass through a few SMs.
+        // The warps of a pair are in different CTAs, so that few messages do not all pass through a
+        // few SMs.
         for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x;
              i < num_pairs * warps_per_pair; i += num_warps) {
             const uint32_t local_expert_idx = i / warps_per_pair % Config::num_experts_per_rank;

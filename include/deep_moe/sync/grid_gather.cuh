@@ -1,9 +1,10 @@
-// All CTAs of one rank's grid come, and the last of them learns that it is: it goes on for the
-// rank. Nobody waits, and nobody polls: the others wait for what the last one will tell, here or on
-// another rank.
+// All CTAs of one rank's grid come to a gather, and the last of them learns that it is the last: it
+// goes on for the rank. No CTA waits or polls here. The others wait for what the last one will
+// tell, on this or another rank.
 //
-// One 32-bit counter of those that have come, zero between gathers. The last one takes all of them
-// off before it tells anybody, so that whoever has been told may come to the next gather.
+// One 32-bit counter holds the number of CTAs that have come; it is zero between gathers. The last
+// CTA subtracts all of them before it tells any other, so a CTA that has been told may come to the
+// next gather.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,6 +1,6 @@
-// A barrier over all ranks: one CTA of each, the last that comes to a gather, arrives for its rank.
-// Who waits, polls its own rank's signal; that may be any CTA: if it heard of the signal from
-// another CTA, it would do so one or two trips through the L2 cache later.
+// A barrier over all ranks. One CTA of each rank, the last that comes to a gather, arrives for its
+// rank. A waiting CTA polls its own rank's signal. Any CTA may poll: if it heard of the signal from
+// another CTA, that would be one or two trips through the L2 cache later.
 //
 // Every rank adds to a signal word on every rank. Two signals alternate, and each counts up to
 // num_ranks in one round and back down to 0 in the next, so that nothing is ever reset and the
@@ -21,8 +21,8 @@ namespace deep_moe {
 template <class Config>
 class RankBarrier {
  public:
-    // The round of the next barrier of this rank. Any thread before its CTA comes to the gather in
-    // front of that barrier: whoever arrives counts on.
+    // The round of the next barrier of this rank. Any thread calls this before its CTA comes to the
+    // gather in front of that barrier, because the CTA that arrives increments the counter.
     static __device__ uint32_t next_round(const SymmBuffer<Config>& local) {
         return ptx::ld_relaxed_sys(local.rank_barrier_counter());
     }

@@ -4,9 +4,9 @@
 // meet at the common exit, and the host reads the status.
 //
 // The fast path is the poll and nothing else. After `polls_between_checks` polls a look at the
-// clock starts; after `quiet_ns` the status word is read too, which may lie in host memory and
-// costs a microsecond there, and the thread sleeps a little between polls, since whatever it waits
-// for is no matter of microseconds any more.
+// clock starts. After `quiet_ns` the status word is read, too, which may be in host memory and
+// takes a microsecond there. The thread also sleeps a little between polls then, because the wait
+// is no longer a matter of microseconds.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -64,7 +64,7 @@ struct RankSet {
     }
 };
 
-// Who is late in a wait inside a rank: no other rank.
+// The late ranks of a wait inside a rank: none.
 struct NoRanks {
     __device__ RankSet operator()() const { return {}; }
 };
@@ -162,10 +162,10 @@ class Waiter {
     static constexpr uint64_t quiet_ns = 1'000'000;
     static constexpr uint32_t sleep_ns = 200;
 
-    // In limits of the call. A wait shall not run out before those on which it depends, so that the
-    // report names the cause: other ranks, copies and pages depend on no wait of this rank,
-    // dispatch on counts and copies, everything else on dispatch, and the end of all CTAs on all of
-    // it.
+    // In units of the call's limit. A wait must not run out before those on which it depends, so
+    // that the report names the cause. Waits for other ranks, copies and pages depend on no wait of
+    // this rank; dispatch depends on counts and copies; everything else depends on dispatch; and
+    // the end of all CTAs depends on all of it.
     static constexpr uint64_t limit_across_ranks = 1;
     static constexpr uint64_t limit_of_dispatch = 2;
     static constexpr uint64_t limit_behind_dispatch = 3;
@@ -214,7 +214,7 @@ class Waiter {
         return aborted_;
     }
 
-    // Host calls look while the kernel runs: they see the code behind what it stands for.
+    // Host calls read while the kernel runs. They see the code after the fields that it stands for.
     __device__ void report(WaitCode code, WaitSite site, uint64_t expected, uint64_t seen,
                            uint64_t waited_ns, RankSet missing_ranks) const {
         const uint32_t first =

@@ -1,4 +1,5 @@
-// Tokens that are here, and whose results stay here: the experts of the split path.
+// Tokens that are in this rank's memory, and whose results stay there: the experts of the split
+// path.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,4 +1,4 @@
-// Tokens that other ranks have, and that want their results back: the fused call.
+// Tokens that other ranks have, and whose results go back to them: the fused call.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,4 +1,4 @@
-// A warp per row: which rows there are, and of which slot and expert each one is.
+// A warp per row: which rows exist, and the slot and expert of each one.
 #pragma once
 
 #include <cuda/std/cstdint>

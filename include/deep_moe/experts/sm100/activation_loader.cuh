@@ -49,8 +49,8 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         const TensorMap* tokens = &linear.activations(args);
         [[maybe_unused]] const TensorMap* sf = &linear.activation_sf(args);
         const uint32_t num_k_blocks = linear.num_k_blocks();
-        // Tokens are split in the middle of what the MMA takes, which depends on how many there
-        // are; the copy always brings block_m / 2 rows, the last of which may go unused.
+        // The two CTAs each take half of the tokens of the MMA, whose number depends on the block.
+        // The copy always brings block_m / 2 rows, the last of which may go unused.
         //~ half_tile
         const uint32_t first_row = PoolRing<Config>::first_row(block.pool_block_idx) +
                                    ptx::cluster_ctarank() * num_mma_tokens(block) / 2;

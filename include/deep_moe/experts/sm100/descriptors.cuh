@@ -32,9 +32,9 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t smem_address) {
     return descriptor;
 }
 
-// The same layout `count` times `stride` bytes further on, a multiple of 16: within the 128 bytes
-// of an operand's row, or to another stage. No sum leaves the address's 14 bits, as shared memory
-// ends before them; so the high word is left alone, which is known when compiling.
+// The same layout, moved by `count` times `stride` bytes, a multiple of 16: within the 128 bytes of
+// an operand's row, or to another stage. Shared memory ends before a sum could leave the address's
+// 14 bits. So the high word does not change, and is known at compile time.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t count, uint32_t stride) {
     return descriptor >> 32 << 32 | (static_cast<uint32_t>(descriptor) + count * (stride >> 4));
 }

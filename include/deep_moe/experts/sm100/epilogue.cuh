@@ -33,7 +33,7 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
     const L2Epilogue<Config> l2_epilogue(smem, places, warp);
 
     // The warps meet on barriers inside a block, so they leave together or not at all. The vote
-    // before a block is also what the staging tiles need: nobody reads the last block's any more.
+    // before a block also protects the staging tiles: no warp reads the last block's any more.
     const auto all_arrived = [&](bool arrived) {
         return waiter.follow(
             ptx::bar_red_and(NamedBarrier::epilogue, EpilogueWarp<Config>::num_threads, arrived));
@@ -53,8 +53,8 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         const LinearOf<Config> linear(block.phase);
         const RowBiases biases = load_row_biases(args, linear, block, warp);
         const RowFactors factors = load_row_factors(args, linear, block, warp);
-        // The epilogues read routing weights and destinations, which the commit behind the MMAs
-        // does not hand over: it only says that the MMAs are done. One warp acquires them for all.
+        // The epilogues read routing weights and destinations. The commit behind the MMAs does not
+        // hand these over: it only says that the MMAs are done. One warp acquires them for all.
         //~ block_arrived
         const bool arrived =
             (epilogue_warp_idx != 0 || L1Epilogue<Config>::is_idle(block) ||

@@ -38,8 +38,8 @@ struct Accumulator {
         ptx::tcgen05_wait_ld(values);
     }
 
-    // This warp has read all it wants. Whole warp, once per block. Tensor memory is ordered by the
-    // tcgen05 fences on both sides; nothing else is handed over.
+    // This warp has finished reading. Whole warp, once per block. The tcgen05 fences on both sides
+    // order tensor memory; nothing else is handed over.
     __device__ __forceinline__ void release() const {
         ptx::tcgen05_fence_before_thread_sync();  //~ release_fence
         __syncwarp();

@@ -1,5 +1,5 @@
-// What the host hands to the SM100 kernel: tensor maps of all that it multiplies, and of Linear1's
-// output, and factors of weight rows. Maps of scales, and factors, are zero where there are none.
+// The SM100 kernel's arguments: tensor maps of all operands and of Linear1's output, and factors of
+// weight rows. Maps of scales, and factors, are zero where there are none.
 #pragma once
 
 #include "deep_moe/layout/kernel_args.cuh"

@@ -1,17 +1,16 @@
 // From a Linear1 accumulator to Linear2's input: bias, activation, requantization to E4M3 with one
-// scale per 32 values, store to the pool, and the arrival bit that lets Linear2 start. Where tokens
-// have no scales it is rounded to BF16 instead, where they are of E2M1, to that, with one scale per
-// 16.
+// scale per 32 values, store to the pool, and the arrival bit that lets Linear2 start. The output
+// is BF16 if tokens have no scales, and E2M1 with one scale per 16 values if tokens are E2M1.
 //
 // The block's 128 weight rows are 64 gate/up pairs in runs of 8 gates and 8 ups, so a thread finds
-// a value's gate and up in its own registers. A warp makes 16 values per token, which share a scale
-// if they become E2M1, two neighbouring warps the 32 that share one if they become E4M3. For E2M1
-// the first run of 16 pairs has the even ones, the second the odd ones: so a thread has the two
-// values of a byte.
+// a value's gate and up in its own registers. A warp makes 16 values per token. As E2M1 these share
+// a scale. As E4M3 the 32 values of two neighbouring warps share one. For E2M1 the first run of 16
+// pairs has the even ones and the second run the odd ones, so a thread has the two values of a
+// byte.
 //
-// Without a gate the block's 128 rows are as many values, in two halves. Of each of its quadrant's
-// 32 rows a warp has 16 of the first half in the first 16, and 16 of the second: so a half is
-// stored as the whole block is with a gate.
+// Without a gate the block's 128 rows are 128 values, in two halves. Of each of its quadrant's 32
+// rows a warp has 16 of the first half in the first 16, and then 16 of the second half. So a half
+// is stored as a whole block is with a gate.
 //
 // Rows of a stored tile behind the last valid token are zero or leftovers of the accumulator. They
 // lie in the block's own padding, which nothing that matters reads.
@@ -159,8 +158,8 @@ class L1Epilogue {
                           const Warp& warp)
         : args_(args), smem_(smem), local_(local), warp_(warp) {}
 
-    // Whether a block has no values: that of a CTA behind an odd last one. Nobody waits for it, so
-    // it must not read what belongs to its tokens, which may be over before it is done.
+    // Whether a block has no values, as that of a CTA behind an odd last n-block. No block waits
+    // for it, so it must not read its tokens' data, which may be released before it is done.
     static __device__ bool is_idle(const Block& block) {
         constexpr uint32_t num_n_blocks = Linear<Config, Phase::linear1>::num_n_blocks;
         return num_n_blocks % Config::cluster_size != 0 && block.phase == Phase::linear1 &&

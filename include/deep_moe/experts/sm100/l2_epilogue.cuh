@@ -1,6 +1,6 @@
-// From a Linear2 accumulator to where results go, for most the combine buffer of another rank: bias
-// and with it the routing weight, round to BF16, turn weight rows into token rows through shared
-// memory, and write each valid token's 128 values there.
+// From a Linear2 accumulator to the result rows, mostly in the combine buffer of another rank: bias
+// and with it the routing weight, rounding to BF16, weight rows into token rows through shared
+// memory, and each valid token's 128 values stored.
 #pragma once
 
 #include "deep_moe/experts/linear.cuh"

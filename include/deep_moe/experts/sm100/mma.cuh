@@ -1,6 +1,6 @@
 // The warp that drives the tensor cores of both CTAs: D[weight rows][tokens] = weights x tokens.
-// Operands are swapped, so that the 256 rows of one MMA are weights, which are always there, and
-// its run-time N is the number of tokens, which may be small.
+// Operands are swapped: the 256 rows of one MMA are weights, which are always present, and its
+// run-time N is the number of tokens, which may be small.
 #pragma once
 
 #include "deep_moe/experts/block_walk.cuh"

@@ -15,8 +15,8 @@ struct RowBiases {
     float values[2][2];
 };
 
-// Zeros where there are no biases. The caller's weights were there before the kernel started, so
-// that nothing has to be waited for. A CTA behind an odd last n-block finds zeros.
+// Zeros where there are no biases. The caller's weights were written before the kernel started, so
+// no wait is needed. A CTA behind an odd last n-block finds zeros.
 template <class Config>
 __device__ __forceinline__ RowBiases load_row_biases(const KernelArgs& args,
                                                      const LinearOf<Config>& linear,

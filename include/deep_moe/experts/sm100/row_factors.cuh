@@ -15,8 +15,8 @@ struct RowFactors {
     float values[2][2];
 };
 
-// Whether routing weights come behind Linear2, so that its inputs are those of weight 1. Groups of
-// E2M1 need no scales then that depend on a token's weight.
+// Whether routing weights are applied behind Linear2, so that Linear2's inputs are those of weight
+// 1. Then groups of E2M1 need no scales that depend on a token's weight.
 template <class Config>
 inline constexpr bool weighs_behind_linear2 =
     Config::Biases::exist || Config::Weights::values_per_element == 2;

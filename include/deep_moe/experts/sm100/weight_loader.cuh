@@ -1,5 +1,5 @@
-// The warp that loads weights and their scales. Weights are there before the kernel starts, so it
-// runs ahead as far as the stages allow.
+// The warp that loads weights and their scales. Weights were written before the kernel started, so
+// the warp runs ahead as far as the stages allow.
 #pragma once
 
 #include "deep_moe/experts/block_walk.cuh"

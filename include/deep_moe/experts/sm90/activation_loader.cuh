@@ -1,6 +1,7 @@
-// The warp that loads tokens: learn of the next block from the weight loader, wait for the block's
-// tokens, then for each k-block wait for a free stage and start a tensor copy; for Linear2, see to
-// the scales (rescaler.cuh). What the epilogues need of each token it puts into the block's slot.
+// The warp that loads tokens. It learns the next block from the weight loader and waits for the
+// block's tokens. For each k-block it waits for a free stage and starts a tensor copy. For Linear2
+// it also handles the scales (rescaler.cuh). It writes what the epilogues need of each token into
+// the block's slot.
 #pragma once
 
 #include "deep_moe/experts/block.cuh"
@@ -25,15 +26,15 @@
 
 namespace deep_moe::sm90 {
 
-// What Linear2's epilogue needs of each token: where its result goes, a row somewhere, and its
-// scale; with biases its routing weight, too. Called before every k-block of Linear2. All lanes; a
-// __syncwarp and an arrival must follow.
+// Writes what Linear2's epilogue needs of each token: the row where its result goes, its scale, and
+// with biases its routing weight. Called before every k-block of Linear2. All lanes; a __syncwarp
+// and an arrival must follow.
 //
-// Math is stages behind, so there is time for what this reads, a microsecond and more for every
-// warp_size rows. Where the stages do not last so long, they are read in parts, each before every
-// second of the last k-blocks. Timed on an H200 (2026-11-24): in clusters, with FP8 weights, 1 to
-// 2 % less from 2048 tokens on; without them, with decoded weights, nothing, and up to 1 % more
-// where the stages last.
+// Math is some stages behind, so there is time for these reads, a microsecond or more for every
+// warp_size rows. If the stages do not last so long, the rows are read in parts, each before every
+// second of the last k-blocks. Timed on an H200 (2026-11-24): 1 to 2 % less time from 2048 tokens
+// on in clusters with FP8 weights; no gain without clusters with decoded weights, and up to 1 %
+// more time where the stages last.
 template <class Config>
 __device__ void store_destinations(const TokenPlaces<Config>& places, uint32_t first_row,
                                    uint32_t num_valid_rows, const SharedMemory<Config>& smem,
@@ -103,8 +104,8 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         if (block.num_rows == 0) break;
         const LinearOf<Config> linear(block.phase);
         const bool is_linear1 = block.phase == Phase::linear1;
-        // Nobody waits for a Linear1 block without results, so it must not read rows, which may be
-        // released before it is done. Its tiles are zeros.
+        // No block waits for a Linear1 block without results. So it must not read rows, which may
+        // be released before it is done. Its tiles are zeros.
         const bool reads_pool = !is_linear1 || !linear.is_idle(block.n_block_idx);
         if (!reads_pool) block.num_valid_rows = 0;  //~ idle_without_rows
         trace.mark(linear.await_tokens_step(), block.pool_block_idx, block.num_valid_rows);

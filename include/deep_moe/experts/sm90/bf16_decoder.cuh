@@ -1,4 +1,4 @@
-// What weights that are decoded to BF16 beside BF16 tokens have in common, whatever their format.
+// What all weights that are decoded to BF16 beside BF16 tokens have in common.
 //
 // A weight block is 256 rows x 64 k as the host laid it out
 // (deep_moe/targets/sm90/decoded_blocks.py): for each of the two math warpgroups its values, then

@@ -1,7 +1,7 @@
-// Which block of the list a CTA takes next. Its first is the one of its own index; each further one
-// it claims from a counter, so that CTAs whose blocks were shorter take more of them, and none
-// waits at the end for one that had only long ones. A cluster takes pairs of blocks in the same
-// way: its first CTA claims, and tells the second.
+// Which block of the list a CTA takes next. Its first block is that of its own index. It claims
+// each further block from a counter. So CTAs with shorter blocks take more of them, and at the end
+// no CTA waits for one that had only long blocks. A cluster takes pairs of blocks in the same way:
+// its first CTA claims, and tells the second.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -23,8 +23,8 @@ namespace deep_moe::sm90 {
 template <class Config>
 class BlockClaims {
  public:
-    // A claim is made while so many k-blocks of the block before are still to be loaded: the answer
-    // takes a microsecond, and until it is asked for nobody waits for it.
+    // A claim is made while this many k-blocks of the block before are still to be loaded. The
+    // answer takes a microsecond, and no warp waits for it until it is needed.
     static constexpr uint32_t num_k_blocks_ahead = 2;
 
     __device__ explicit BlockClaims(const SymmBuffer<Config>& local)

@@ -1,6 +1,6 @@
-// What the weight loader tells the other roles of the CTA of the block that it claimed. It leaves a
-// header for each in shared memory: the math warps hold accumulators in nearly all their registers,
-// and the activation loader has few.
+// What the weight loader tells the CTA's other roles about the block that it claimed. It leaves a
+// header for each block in shared memory, because the math warps hold accumulators in nearly all
+// their registers, and the activation loader has few registers.
 #pragma once
 
 #include <cuda/std/cstdint>

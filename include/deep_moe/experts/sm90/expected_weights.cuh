@@ -1,8 +1,9 @@
-// Weights that a call is going to read, asked for before it is known who has which tokens.
+// Prefetch of weights that a call will read, before it is known which ranks have tokens for which
+// experts.
 //
 // Counts of all ranks take several microseconds. Some experts are known at once: those that this
-// rank owns and its own tokens want. Meanwhile their weights come to L2, about as much as memory
-// reads in that time.
+// rank owns and its own tokens want. In that time their weights are brought into L2, about as many
+// as memory can read.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -17,8 +18,9 @@
 
 namespace deep_moe::sm90 {
 
-// Wide tiles are for calls that weights do not bound: on one H100 it cost 0.4 % of 2048 tokens with
-// 112 rows (2026-11-25), and where tiles are wider still, loaders have too few registers for it.
+// Not for wide tiles, because weights do not bound their calls. On one H100 it cost 0.4 % at 2048
+// tokens with 112 rows (2026-11-25). With even wider tiles the loaders have too few registers for
+// it.
 template <class Config>
 inline constexpr bool expects_weights =
     !Config::Tokens::are_here && Config::block_m <= 96 && !has_few_loader_registers<Config>;

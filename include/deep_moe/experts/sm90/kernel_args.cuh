@@ -1,6 +1,6 @@
-// What the host hands to the SM90 kernel: weights are plain bytes. Their scales are factors, of
-// each row or of parts of a block, [num_l1_k_blocks][2][2] instead of [block_n], as Config::Weights
-// says. Else null.
+// The SM90 kernel's arguments. Weights are plain bytes. Their scales are factors, of each row, or
+// of parts of a block ([num_l1_k_blocks][2][2] in place of [block_n]), as Config::Weights says;
+// otherwise null.
 #pragma once
 
 #include "deep_moe/layout/kernel_args.cuh"

@@ -149,10 +149,10 @@ class L1Epilogue {
         });
     }
 
-    // The largest magnitude of each token, into shared memory. A lane begins with those of its two
-    // values of num_rows / 4 tokens. In each step two lanes split the tokens between them: one
-    // keeps the first half, the other the second. So the 8 lanes of a token's rows do not all have
-    // to take all of their maxima. What cannot be halved, both keep.
+    // Writes the largest magnitude of each token into shared memory. A lane begins with those of
+    // its two values of num_rows / 4 tokens. In each step two lanes split the tokens: one keeps the
+    // first half, the other the second. So the 8 lanes of a token's rows need not all compute all
+    // maxima. Both keep what cannot be halved.
     __device__ __forceinline__ void find_maxima(const Accumulators<num_rows>& values) const {
         constexpr uint32_t num_tokens = num_rows / 4;
         uint32_t maxima[num_tokens];
@@ -200,8 +200,8 @@ class L1Epilogue {
         }
     }
 
-    // Each token's scale, to the pool, and in place of its maximum what its values are multiplied
-    // by. The publication covers the flag, too.
+    // Writes each token's scale to the pool, and replaces its maximum by the factor of its values.
+    // The publication covers the flag, too.
     __device__ void choose_scales(const BlockHeader& block) const {
         if constexpr (has_gate) {
             if (thread_.thread_idx < block.num_valid_rows) choose_scale(block, thread_.thread_idx);

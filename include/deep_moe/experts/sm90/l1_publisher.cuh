@@ -1,18 +1,17 @@
-// Telling Linear2 of Linear1's output: once a block's values are stored, its bit goes into the
+// Publishes Linear1's output to Linear2: once a block's values are stored, its bit is set in the
 // arrival mask of its tokens.
 //
 // The release waits until all stores have arrived, a microsecond or more. The weight loader has
-// that time, the math warps have not: they say in shared memory that they have stored (see
-// SharedMemory::stored_barriers) and go on. The loader turns to it when it has started so many
-// loads of the CTA's next block that the next stage cannot be free before the epilogue is through:
-// so it waits for nothing that it would not wait for anyway.
+// that time, and the math warps do not. So the math warps record in shared memory that they have
+// stored (SharedMemory::stored_barriers), and go on. The loader publishes when it has started so
+// many loads of the CTA's next block that the next stage cannot be free before the epilogue is
+// done. So it waits for nothing that it would not wait for anyway.
 //
-// With the smallest tiles it is the other way round. Math waits for weights most of the time, and
-// Linear2 for this news; the loader would bring it late, for a release of its own seems to wait for
-// the warp's loads, too. There thread 0 of the math warps publishes.
+// With the smallest tiles math publishes instead. Math then waits for weights most of the time, and
+// Linear2 waits for the publication. The loader would bring it late, because its release also seems
+// to wait for the warp's loads. There thread 0 of the math warps publishes.
 //
-// What is said of Linear2's blocks, where others wait for their rows (release_rows.cuh), goes the
-// same ways.
+// Releases of rows by Linear2's blocks (release_rows.cuh) go the same ways.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -69,11 +68,11 @@ class L1Publisher {
         return min(Config::num_stages, num_k_blocks - 1);  //~ publish_at
     }
 
-    // Waits until the results of the block in the slot before this one are stored, and publishes
-    // them if they are Linear1's: Linear2's are waited for, too, so that the barrier has a phase
-    // for every block, and its parity is that of the slots. Behind it the block's stages have been
-    // read as well: if others wait for the rows of a Linear2 block, they get them here. False after
-    // an abort.
+    // Waits until the results of the block in the slot before this one are stored. Publishes them
+    // if they are Linear1's. It waits for Linear2's, too, so that the barrier has a phase for every
+    // block and its parity is that of the slots. After that the block's stages have been read as
+    // well: if others wait for the rows of a Linear2 block, they are released here. False after an
+    // abort.
     __device__ bool publish(const Slot& slot, Waiter& waiter) {
         if constexpr (math_publishes<Config>) return true;
         const Slot done = slot.before();

@@ -1,6 +1,6 @@
 // From Linear2's accumulators to the combine buffers: row and token factors, biases and with them
-// the routing weight, rounding to BF16, and each valid token's 256 values straight to the rank it
-// came from.
+// the routing weight, rounding to BF16, and each valid token's 256 values straight to the rank that
+// it came from.
 //
 // A thread's 4 rows are neighbours, the 8 threads of a token 32 of them: 64 contiguous bytes per
 // token and warp need no way through shared memory.

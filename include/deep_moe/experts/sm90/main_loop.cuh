@@ -9,8 +9,8 @@
 // over the whole K. How weights are decoded, and to what, a Decoder says
 // (weights/<format>/sm90_*_decode.cuh).
 //
-// ptxas follows several groups in flight only through straight code: the one place to wait for
-// memory is between two k-blocks, and a wait elsewhere makes it serialize all products (C7513).
+// ptxas tracks several groups in flight only through straight code. So the one place to wait for
+// memory is between two k-blocks; a wait elsewhere makes ptxas serialize all products (C7513).
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -102,7 +102,7 @@ class MainLoop {
         if constexpr (has_token_factors<Config>) may_change_scale = changes_scale(smem_, stage.idx);
 #pragma unroll 1
         for (uint32_t k_block_idx = 0;;) {
-            // Asked for here, needed at the end: nobody waits for the answer.
+            // Loaded here and needed at the end, so no thread waits for the load.
             //~ stage_asked
             const bool next_is_loaded =
                 ptx::mbarrier_test_wait_parity(smem_.full_barriers(ring_.stage), ring_.parity);
@@ -119,8 +119,8 @@ class MainLoop {
             packed[1] = load_second(stage);
             if constexpr (has_token_factors<Config>) {
                 if (may_change_scale && changes_scale(smem_, stage.idx)) {
-                    // ptxas gives up all overlap when accumulators are touched while it is not
-                    // plain which products are complete: hence a wait for all of them, just before.
+                    // ptxas gives up all overlap if accumulators are touched where it cannot prove
+                    // which products are complete. Hence a wait for all of them, just before.
                     ptx::wgmma_wait_group<0>();  //~ rescale_wait
                     rescale(smem_, stage.idx, upper);
                     rescale(smem_, stage.idx, lower);  //~ lower_rescaled

@@ -42,11 +42,11 @@ struct MathThread {
     __device__ uint32_t lane_idx() const { return thread_idx % warp_size; }
     __device__ uint32_t row() const { return lane_idx() / 4; }
     __device__ uint32_t first_token() const { return 2 * (lane_idx() % 4); }
-    // Of the runs of consecutive rows that the threads of a warpgroup own, the how-manieth.
+    // Index of this thread's run of consecutive rows within the warpgroup.
     __device__ uint32_t row_run() const { return 8 * warp_idx() + row(); }
 
     __device__ void sync() const { ptx::bar_sync(NamedBarrier::epilogue, num_threads); }
-    // The same, and learns whether any math warp has given up. The shuffle: see load_header.
+    // The same, and tells whether any math warp has given up. For the shuffle see load_header.
     __device__ bool vote(Waiter& waiter) const {
         const bool all = ptx::bar_red_and(NamedBarrier::epilogue, num_threads, !waiter.aborted());
         return waiter.follow(__shfl_sync(full_warp, all, 0));

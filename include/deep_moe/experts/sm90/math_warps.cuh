@@ -42,7 +42,7 @@ class MathWarps {
             trace_.mark(TraceStep::await_block, main_loop_.waited_ticks());
             main_loop_.await_stage();
             if (!Thread::here().vote(waiter_)) return;
-            // Nobody reads the maxima of the block before any more, and the next block begins
+            // No warp reads the maxima of the block before any more, and the next block begins
             // behind another vote.
             clear_own_maxima(turn() ^ 1);  //~ maxima_cleared
             const BlockHeader block = load_header<Config>(header_address());
@@ -82,19 +82,19 @@ class MathWarps {
         const RowValues factors = row_factors(thread);
         const RowValues biases = row_biases(thread);
         const RankBuffers<Config> ranks(args_);
-        // Then nobody needs its results.
+        // Then no block needs its results.
         const bool is_idle = LinearOf<Config>(block.phase).is_idle(block.n_block_idx);
         if (block.phase == Phase::linear1) {
             if (is_idle) return true;  //~ idle_linear1
             return L1Epilogue<Config, num_rows>(smem_, ranks.local(), thread, slot(), turn())
                 .run(block, factors, biases, accumulators, waiter_);
         } else {
-            // Who has given up may not know where to: what it was to learn it has not waited for.
+            // A warp that gave up has not waited for the destinations, so it must not store.
             if (waiter_.aborted()) return true;
             if constexpr (PoolRing<Config>::wraps && math_publishes<Config>) {
-                // All stages of the block have been loaded, and what else the activation loader
-                // reads in the pool it has read before the last of them. By one thread: with a
-                // vote of the warp ptxas takes the main loop for divergent.
+                // All stages of the block have been loaded. The activation loader has read
+                // everything else that it reads in the pool before the last of them. One thread
+                // does this: with a vote of the warp ptxas takes the main loop for divergent.
                 static_assert(Config::block_m == Config::block_m_step);
                 if (block.is_reused && thread.thread_idx == 0) {
                     release_pool_block(ranks.local(), block.pool_block_idx);

@@ -1,12 +1,12 @@
 // The products of one block with weights that are not decoded: D[256 weight rows][tokens], half of
 // the rows in each of two warpgroups, as two times 64. Both operands stay in shared memory.
 //
-// The tensor core's sums are those of one k-block only. They are added up in ordinary registers,
-// times the scale of the k-block's weights: so weights have a scale for every 128 x 128, and of the
-// few bits that FP8 products keep below the largest, none is lost over the whole K.
+// The tensor core's sums are those of one k-block only. Ordinary registers add them up, times the
+// scale of the k-block's weights. So weights have a scale for every 128 x 128. FP8 products keep
+// few bits below the largest one; none of these is lost over the whole K.
 //
-// Tokens may have scales of their own for each k-block (Weights::promotes_token_scales), those of
-// Linear2 then, too: they are multiplied in at the same place, and nothing is ever rescaled.
+// Tokens may have scales for each k-block (Weights::promotes_token_scales), and then Linear2's
+// tokens have, too. They are multiplied in at the same place, and nothing is rescaled.
 //
 // In tiles of up to 88 rows both times 64 have products of their own: while the sums of one are
 // added, the tensor core multiplies the other. Wider tiles have registers for one set only, and the
@@ -78,11 +78,11 @@ class PromotingLoop {
         for (uint32_t k_block_idx = 0;;) {
             multiply<0>(upper, stage);
             if constexpr (num_sets == 2) multiply<1>(lower, stage);
-            // Asked for here, needed at the end: nobody waits for the answer.
+            // Loaded here and needed at the end, so no thread waits for the load.
             const bool next_is_loaded =
                 ptx::mbarrier_test_wait_parity(smem_.full_barriers(ring_.stage), ring_.parity);
-            // Behind a wait ptxas takes it for divergent, and then copies every word of every
-            // descriptor to the uniform registers, 32 of them: so it is made plain before.
+            // Behind a wait ptxas takes the address for divergent, and then copies all 32 words of
+            // descriptors to uniform registers. So the address is made uniform before.
             const uint32_t next_stage = ptx::uniform(ring_.stage);
             const float2 scales = load_scales(stage);
             if constexpr (!promotes_token_scales) {

@@ -3,9 +3,9 @@
 // block with another scale is added, it is multiplied by old / new. Scales are powers of two, so
 // nothing is rounded, and no second set of accumulators is needed.
 //
-// That is rare: all k-blocks of a token have the same scale, but for those whose values are too
-// large or too small for it (formats/sm90_linear2_scale.cuh). The activation loader, which has
-// time, compares the scales, works out the factors, and puts both beside the tile.
+// That is rare: all k-blocks of a token have the same scale, except those whose values are too
+// large or too small for it (formats/sm90_linear2_scale.cuh). The activation loader has time. It
+// compares the scales, computes the factors, and writes both beside the tile.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -46,7 +46,7 @@ inline constexpr bool has_token_factors =
     Config::Weights::has_token_scales && !Config::Weights::promotes_token_scales;
 
 // The activation loader's side. All lanes of its warp; each has every 32nd token of the block.
-// Nothing is kept from one k-block to the next, because this path is rare and registers are not.
+// Nothing is kept from one k-block to the next, because this path is rare and registers are scarce.
 template <class Config, bool has_factors = has_token_factors<Config>>
 class Rescaler {
     static constexpr uint32_t num_tokens_per_lane = ceil_div(Config::block_m, warp_size);
@@ -120,7 +120,7 @@ class Rescaler {
     uint32_t num_valid_rows_;
 };
 
-// Of tokens without scales nothing changes, nor where the main loop multiplies by them.
+// Does nothing for tokens without scales, and where the main loop multiplies by them.
 template <class Config>
 class Rescaler<Config, false> {
  public:

@@ -78,7 +78,7 @@ class SharedOperandLoop {
         if constexpr (has_token_factors<Config>) may_change_scale = changes_scale(smem_, stage);
 #pragma unroll 1
         for (uint32_t k_block_idx = 0;;) {
-            // Asked for here, needed at the end: nobody waits for the answer.
+            // Loaded here and needed at the end, so no thread waits for the load.
             const bool next_is_loaded =
                 ptx::mbarrier_test_wait_parity(smem_.full_barriers(ring_.stage), ring_.parity);
             multiply(sums, stage);

@@ -1,6 +1,6 @@
-// The warp that loads weights. They are there before the kernel starts, so it runs ahead as far as
-// the stages allow. It also claims the CTA's blocks, tells the other roles of them, and
-// publishes what Linear1's epilogues have stored, unless math does (l1_publisher.cuh).
+// The warp that loads weights. They were written before the kernel started, so the warp runs ahead
+// as far as the stages allow. It also claims the CTA's blocks, tells the other roles about them,
+// and publishes what Linear1's epilogues have stored, unless math does (l1_publisher.cuh).
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -26,7 +26,7 @@
 
 namespace deep_moe::sm90 {
 
-// One lane, when the first stage of the block is free: then nobody reads what is in the slot.
+// One lane, when the first stage of the block is free: then no warp reads the slot any more.
 template <class Config>
 __device__ void tell_roles(const SharedMemory<Config>& smem, uint32_t slot,
                            const BlockHeader& header) {
@@ -57,9 +57,9 @@ __device__ auto claims_of([[maybe_unused]] const SharedMemory<Config>& smem,
     }
 }
 
-// A k-block of weights into this CTA's stage, whose barrier counts block_bytes. One thread. If both
-// CTAs of the cluster have the same weights, each copies one half of them to both; the other CTA's
-// half may come before this one has said how much there will be.
+// Copies a k-block of weights into this CTA's stage, whose barrier counts block_bytes. One thread.
+// If both CTAs of the cluster have the same weights, each copies one half of them to both. The
+// other CTA's half may arrive before this CTA has announced its bytes.
 template <class Config>
 __device__ __forceinline__ void copy_weights(uint32_t dst, const uint8_t* src, uint32_t barrier,
                                              [[maybe_unused]] bool shares_weights,
@@ -90,17 +90,17 @@ __device__ __forceinline__ void copy_weights(uint32_t dst, const uint8_t* src, u
 // Between the stages that a CTA fills first, while its tokens are on their way. Whole warp; true,
 // but not before the loads are there.
 //
-// Weights of all stages at once would be 8 us of what an H100 reads, and behind them would stand
-// what dispatch needs for a token: counts, lists, scales, values, and its own instructions, each of
-// which it has to wait for before it knows the next. Two loads that wait for one another take about
-// as long as the memory takes for the stage; longer, if others' stages wait there. So its queue
-// stays short, and the stages are full as soon as they would be.
+// Weights of all stages at once would take 8 us of an H100's memory time. Behind them would wait
+// what dispatch needs for a token: counts, lists, scales, values, and its own instructions, each
+// before it knows the next. Two loads that wait for one another take about as long as memory takes
+// for the stage, or longer if other CTAs' stages wait there. So this queue stays short, and the
+// stages fill just as soon.
 template <class Config>
 __device__ __forceinline__ bool give_way(const SymmBuffer<Config>& local, uint32_t pool_block_idx) {
     constexpr uint32_t no_count = ~0u;
     const uint32_t* const count = local.l1_arrival_count(pool_block_idx);  // any word that L2 has
     const uint32_t seen = ptx::ld_relaxed_gpu(count);
-    // An address that depends on what was seen, though only in form.
+    // An address that depends on the loaded value in form only.
     const uint32_t again = ptx::ld_relaxed_gpu(count + (seen == no_count ? 1 : 0));
     return __any_sync(full_warp, again != no_count);
 }

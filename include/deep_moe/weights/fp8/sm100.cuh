@@ -1,5 +1,5 @@
-// FP8 weights on SM100: E4M3 as it lies in memory. And the same with a scale for every row, beside
-// tokens that have one each.
+// FP8 weights on SM100: E4M3 as it lies in memory. A second form has one scale for every row,
+// beside tokens that have one scale each.
 #pragma once
 
 #include <cuda/std/cstdint>

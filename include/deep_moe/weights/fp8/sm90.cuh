@@ -1,6 +1,4 @@
 // FP8 weights on SM90: E4M3 that wgmma takes from shared memory, with a scale for every 128 x 128.
-// And the same where tokens come with a float32 scale for every 128 values, any positive number.
-// Or with a scale for every row, beside tokens that have one each.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -20,8 +18,9 @@ struct Fp8Weights {
     static constexpr bool has_row_factors = false;
     static constexpr bool has_block_scales = true;
     static constexpr bool has_token_scales = true;
-    // Whether the sums of a k-block are multiplied by scales of its tokens, too. Else a token's
-    // scales go into its bytes on the way, or are those of the block before (rescaler.cuh).
+    // Whether the sums of a k-block are multiplied by the scales of its tokens, too. Otherwise a
+    // token's scales go into its bytes at the pull, or are those of the block before
+    // (rescaler.cuh).
     static constexpr bool promotes_token_scales = false;
 
     template <class Config>

@@ -1,6 +1,6 @@
-// From packed INT4 weights in shared memory to the register operand of a BF16 wgmma: a code becomes
-// the lowest bits of a BF16 number from 128 to 143, less 136 it is its value, and the product with
-// its group's scale is rounded once (deep_moe/weights/int4/sm90_bf16_blocks.py).
+// From packed INT4 weights in shared memory to the register operand of a BF16 wgmma. A code becomes
+// the lowest bits of a BF16 number from 128 to 143; subtracting 136 gives its value. The product
+// with its group's scale is rounded once (deep_moe/weights/int4/sm90_bf16_blocks.py).
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,5 +1,5 @@
-// From packed FP4 weights in shared memory to the register operand of a BF16 wgmma: a power of two
-// for each group of 32 brings decoded values to where its scale says
+// From packed FP4 weights in shared memory to the register operand of a BF16 wgmma. A power of two
+// for each group of 32 multiplies decoded values to their scale
 // (deep_moe/weights/mxfp4/sm90_bf16_blocks.py).
 #pragma once
 

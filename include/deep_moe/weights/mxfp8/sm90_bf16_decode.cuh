@@ -1,7 +1,6 @@
-// From MXFP8 weights in shared memory to the register operand of a BF16 wgmma: E4M3 shifted to
-// where BF16 has exponent and mantissa is the value times 2^-120, subnormals too, and a power of
-// two for each group of 32 brings it to where its scale says
-// (deep_moe/weights/mxfp8/sm90_bf16_blocks.py).
+// From MXFP8 weights in shared memory to the register operand of a BF16 wgmma. E4M3, shifted to
+// BF16's exponent and mantissa, is the value times 2^-120, subnormals too. A power of two for each
+// group of 32 multiplies it to its scale (deep_moe/weights/mxfp8/sm90_bf16_blocks.py).
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -1,4 +1,4 @@
-"""Times what the host does in a warm call: from the Python call until the kernel is enqueued.
+"""Times the host's part of a warm call: from the Python call until the kernel is enqueued.
 
     python -m benchmarks.host_overhead --json host.json
     python -m benchmarks.host_overhead --without-gpu      # Python's part, on any machine

@@ -1,4 +1,4 @@
-"""What memory and tensor cores of a GPU do at best, by PyTorch: rates that floors are made of.
+"""The highest rates of a GPU's memory and tensor cores, by PyTorch; floors are computed from them.
 
     python -m benchmarks.rates
     python -m benchmarks.rates --json rates.json

@@ -1,4 +1,4 @@
-"""Devices as callers name them."""
+"""The forms in which callers name a device."""
 
 from __future__ import annotations
 

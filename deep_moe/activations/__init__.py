@@ -1,9 +1,9 @@
-"""What comes between the two linear layers, by name. A call takes a name, or one of these objects
-with parameters of its own: `activation=deep_moe.activations.Situ(beta=3.0)`.
+"""The activations between the two linear layers, by name. A call takes a name, or one of these
+objects with its own parameters: `activation=deep_moe.activations.Situ(beta=3.0)`.
 
-A value of this axis is a folder here: all that is known of it, an `Activation`. The kernels' side
-of it is the folder of the same name in include/deep_moe/activations. For a new one, write both, and
-import its class below.
+Each activation is a folder here with an `Activation`, which has everything that Python knows of it.
+The kernels' side is the folder of the same name in include/deep_moe/activations. For a new
+activation, write both, and import its class below.
 """
 
 from __future__ import annotations

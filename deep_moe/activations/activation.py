@@ -1,4 +1,4 @@
-"""`Activation`: all that is known of what comes between the two linear layers.
+"""`Activation`: everything that Python knows of an activation between the two linear layers.
 
 Nothing here imports PyTorch before a method needs it: configs have activations, too.
 """

@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says of its experts."""
+"""The experts' entries of a checkpoint's config.json."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Expert weights from safetensors checkpoints, for one rank at a time, and into them.
 
-The ways of published models to name the tensors are known (namings.py), and the formats that their
-weights have (forms.py). Whatever these are, a rank opens only files that hold experts of its own
-and reads only their bytes.
+namings.py has the tensor names of published models, and forms.py the formats of their weights. A
+rank opens only files that hold experts of its own, and reads only their bytes.
 
-How many experts a layer has says config.json, or the caller: what is missing is then known to be.
+The number of experts of a layer comes from config.json or from the caller, so missing experts are
+noticed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: which tensor is in which, and reading them.
+"""The files of a checkpoint: the file of each tensor, and reading it.
 
-All that is read was made by somebody else. So an error names file and tensor, and what a file says
-of itself costs no more than the file does: paths stay in the folder, pipes and devices are not
-opened, and nothing is counted up to a number that only a name or a config holds.
+A checkpoint is untrusted input. So an error names file and tensor, and no file costs more memory or
+time than its own size: paths stay in the folder, pipes and devices are not opened, and no loop runs
+up to a number that only a name or a config holds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Changing a checkpoint's folder, all or nothing.
 
-Readers find tensors by the index. What a save writes is beside that until the index is replaced, in
-one step; what it replaces goes after that. So a save that is killed, or finds no room, leaves the
-checkpoint that was there.
+Readers find tensors by the index. A save writes its files beside the old ones, replaces the index
+in one step, and then removes what was replaced. So a save that is killed, or runs out of space,
+leaves the old checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of a call before anything is made for it, so that what cannot work is refused at once."""
+"""Checks of a call before anything is made for it, so that an impossible call ends at once."""
 
 from __future__ import annotations
 

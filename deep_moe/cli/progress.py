@@ -1,4 +1,4 @@
-"""What is said of a run while it goes on, on standard error."""
+"""Progress of a run, on standard error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`deep-moe time`: how long a call takes on a chip that need not be there."""
+"""`deep-moe time`: predict how long a call takes on a chip that this machine need not have."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Where kernels round, for references: how tokens, weights and Linear1's output become what the
-tensor cores multiply.
+"""Where kernels round, for references: how tokens, weights and Linear1's output become the operands
+of the tensor cores.
 
 Activations are scaled as the formats say, one scale per 32 values (`mxfp8_numerics`). The SM90
-kernel departs from that in two places, because its tensor cores know no scales (`sm90_numerics`).
-Which target computes which way, its weights say (deep_moe/weights).
+kernel differs in two places, because its tensor cores have no scales (`sm90_numerics`). A target's
+weights (deep_moe/weights) name the numerics that it uses.
 """
 
 from __future__ import annotations

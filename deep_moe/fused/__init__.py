@@ -1,1 +1,1 @@
-"""The fused layer: its call, its symmetric buffer, and what a call works out once."""
+"""The fused layer: its call, its symmetric buffer, and what calls keep between them."""

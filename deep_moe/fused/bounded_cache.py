@@ -1,4 +1,4 @@
-"""What a call has worked out once, kept for the next call like it."""
+"""A bounded cache for what a call has computed, for the next call like it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a call works out from its arguments: the kernel, and what the kernel is given.
+"""What a call computes from its arguments: the kernel, and the kernel's arguments.
 
-What is worked out once is kept. A buffer's `CallCaches` have a `CallPlan` by the options, the
-tokens that the call expects and the forms of y and other tensors, and the kernel's arguments by the
-config and the weights. Weights are known if they are the very tensors of an earlier call, where
-they were then, or others of the same addresses and forms. So what is found is what would be made
-anew, and arguments that are not allowed never find anything. Kernels are kept for all buffers.
+The results are kept. A buffer's `CallCaches` have a `CallPlan` for each set of options, expected
+tokens, and forms of y and other tensors. They also have the kernel's arguments for each config and
+weights. Weights are recognized if they are the very tensors of an earlier call at the same
+addresses, or others of the same addresses and forms. So a cached result equals a new one, and
+arguments that are not allowed never find one. Kernels are kept for all buffers.
 """
 
 from __future__ import annotations

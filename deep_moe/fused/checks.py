@@ -1,4 +1,4 @@
-"""Checks of arguments. Each error names the argument, what is allowed, and what was got."""
+"""Checks of arguments. Each error names the argument, what is allowed, and what was given."""
 
 from __future__ import annotations
 

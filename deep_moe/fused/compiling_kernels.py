@@ -1,8 +1,8 @@
-"""All kernels of a buffer's calls, compiled beside what the caller does until the first of them.
+"""Compiles all kernels of a buffer's calls in the background, until the first call.
 
-Another interpreter does it, with processes of its own: threads of one process gain little with
-NVRTC, and an engine's workers may not have children by multiprocessing. Whoever calls before a
-kernel is there compiles it as ever, or waits for the one who does.
+Another interpreter with its own processes compiles: NVRTC gains little from threads of one process,
+and an engine's workers may not have children by multiprocessing. A call that comes before its
+kernel is ready compiles the kernel as usual, or waits for the process that does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which config a call gets, by all that it follows from."""
+"""The config of a call, from everything that determines it."""
 
 from __future__ import annotations
 

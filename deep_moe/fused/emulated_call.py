@@ -1,5 +1,6 @@
-"""A call in the emulator: what the kernel may touch, what ranks in other processes run, and what is
-found when it is over."""
+"""A call in the emulator: the memory that the kernel may touch, the ranks in other processes, and
+the checks after the call.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GPU as calls use it. What is asked of the driver once is asked here."""
+"""A GPU as calls use it. Properties that the driver gives are read once, here."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ buffer has BF16, and converts the router's output, straight into the symmetric b
 For PyTorch it is one operator, `deep_moe::prepare_inputs`, which writes the four views that
 `deep_moe::mega_moe` reads; so a compiler keeps the two in order.
 
-As in call_plan.py, what follows from the tensors' forms is worked out once and found again by them;
-their addresses are looked at in every call.
+As in call_plan.py, results that follow from the tensors' forms are kept and found by these forms.
+The addresses are checked in every call.
 """
 
 from __future__ import annotations

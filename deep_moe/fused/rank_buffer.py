@@ -1,4 +1,6 @@
-"""One rank's symmetric buffer, whatever lies in it: who uses it, how it fails, and how it ends."""
+"""One rank's symmetric buffer, whatever it holds: its use by one thread at a time, its failure, and
+its end.
+"""
 
 from __future__ import annotations
 

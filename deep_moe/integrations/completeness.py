@@ -1,5 +1,7 @@
-"""Whether a checkpoint had all experts of a layer. Engines count a tensor as loaded once any
-expert's part of it is, or do not count at all, and serve what the memory held for the others."""
+"""Whether a checkpoint had all experts of a layer. Engines count a tensor as loaded once the part
+of any expert is loaded, or do not count at all. For the other experts they serve whatever the
+memory held.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters know an engine from the inside: they name the versions that they were written for."""
+"""Adapters use an engine's internals, so they name the versions that they were written for."""
 
 from __future__ import annotations
 

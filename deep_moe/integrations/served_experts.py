@@ -1,9 +1,8 @@
 """A layer's experts as an engine serves them: laid out once, called in every step.
 
-Engine and adapter have to agree on three things that this module keeps. Its tensors stay where they
-are, so that graphs which an engine has captured see weights that were replaced, and experts that a
-load balancer moved. Every tensor is expert-major, so that such a balancer can permute experts in
-place. Nothing waits for the GPU.
+This module keeps three rules between engine and adapter. Tensors stay where they are, so captured
+graphs see weights that were replaced, and experts that a load balancer moved. Every tensor is
+expert-major, so such a balancer can permute experts in place. Nothing waits for the GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The environment variables by which a user turns an adapter off that an engine loads by itself,
-says how much memory its buffers take, and chooses how it runs experts."""
+"""The environment variables of the adapters that engines load by themselves: they turn an adapter
+off, set the memory of its buffers, and choose how it runs experts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter says of experts that the kernel cannot run."""
+"""The error of experts that the kernel cannot run."""
 
 from __future__ import annotations
 

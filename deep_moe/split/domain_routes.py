@@ -1,5 +1,6 @@
-"""Which token goes to which domain, in which row, and where its partial sums lie. All on the
-device: nothing here waits for it."""
+"""The domain and row of each token, and the places of its partial sums. Everything is computed on
+the device; nothing here waits for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dispatch gives to its combine, and how far the two have come."""
+"""What a dispatch gives to its combine, and the state of both."""
 
 from __future__ import annotations
 

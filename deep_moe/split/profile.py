@@ -1,4 +1,4 @@
-"""When the CTAs of dispatches and combines were in which phase, from time stamps that they take.
+"""The phases of dispatches and combines in each CTA, from the kernels' time stamps.
 
 A layer with `enable_profiling=True` runs kernels made with `Config::trace`, and keeps the stamps of
 its newest calls; include/deep_moe/split/phase_span.cuh says what they are.

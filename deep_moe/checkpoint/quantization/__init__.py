@@ -1,8 +1,8 @@
-"""What a checkpoint's config says of how its weights are quantized.
+"""How a checkpoint's config describes the quantization of its weights.
 
-Names, types and shapes of tensors say of which format weights are. A config says more: that zero
-points or an order of columns belong to them, or that modules are left out. Where both speak they
-must agree. A file for each family of configs; `quantization_of` finds which it is.
+Names, types and shapes of tensors identify the format of weights. A config has more: that weights
+have zero points or an order of columns, or that modules are left out. Where both describe a module
+they must agree. There is a file for each family of configs; `quantization_of` finds the right one.
 """
 
 from __future__ import annotations

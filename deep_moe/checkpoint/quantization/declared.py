@@ -1,4 +1,4 @@
-"""`Declared`: what a config says of a module's weights, and whether its tensors are such."""
+"""`Declared`: a config's description of a module's weights, and whether its tensors match."""
 
 from __future__ import annotations
 

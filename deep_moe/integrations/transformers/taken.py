@@ -1,12 +1,12 @@
-"""Tensors whose values the kernel has.
+"""Tensors whose values are in the kernel's memory.
 
-A tensor that is taken stays the same object, with its shape, dtype and device: an optimizer or
-another layer goes on to hold it. But it holds no values. Whatever reads or writes it gets them back
-first, as they were, and with them all tensors that were taken together; then the kernel's copy is
-gone. So no write can miss a copy, and a copy that is there is never an old one.
+A taken tensor stays the same object, with its shape, dtype and device, so an optimizer or another
+layer still holds it. But it holds no values. When any code reads or writes it, it first gets its
+values back, and with it all tensors that were taken together; then the kernel's copy is gone. So no
+write can miss a copy, and an existing copy is never out of date.
 
-What could be changed unseen is not taken: memory that other tensors have, too, and tensors that
-C++ holds, a graph or a reducer.
+A tensor that could be changed unnoticed is not taken: one whose memory other tensors share, and one
+that C++ holds (a graph or a reducer).
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def choose_path(
         )
     if recv_rows is not None and path is not LayerPath.throughput_path:
         raise typer.BadParameter(
-            "--recv-rows needs --path throughput: the others have a row for all that may come; "
-            f"got --path {path.value}"
+            "--recv-rows needs --path throughput: the other paths have a row for every token that "
+            f"may come; got --path {path.value}"
         )
     if domains == 1 and (chunks > 1 or exact_sizes):
         raise typer.BadParameter("--chunks and --exact-sizes need --domains of 2 or more; got 1")

@@ -410,8 +410,8 @@ def _loaded_layer(
     biases = load_biases(checkpoint, layer, num_experts=experts)
     if biases is not None and shared_experts:
         raise typer.BadParameter(
-            "--shared-experts must be 0 for a checkpoint whose experts have biases: none are known "
-            f"of shared ones; got {shared_experts}"
+            "--shared-experts must be 0 for a checkpoint whose experts have biases: shared experts "
+            f"have none there; got {shared_experts}"
         )
     form = form_of(l1)
     assert form is not None

@@ -281,8 +281,8 @@ class ServedExperts:
         num_tokens = x.shape[0]
         if num_tokens > self.max_tokens_per_rank:
             raise ValueError(
-                f"x must have at most {self.max_tokens_per_rank} tokens, which the engine said "
-                f"that a step has; got {num_tokens}"
+                f"x must have at most {self.max_tokens_per_rank} tokens, the engine's limit of a "
+                f"step; got {num_tokens}"
             )
         buffer = self.buffer()
         if not kernels.are_compiled:

@@ -414,8 +414,8 @@ class GroupedExperts:
         if (x.ndim == 2) != (expert_begin is not None):
             needed = "given" if x.ndim == 2 else "None"
             raise ValueError(
-                f"expert_begin must be {needed} with x of shape {tuple(x.shape)}: only experts "
-                "whose rows lie one behind the other have beginnings of their own"
+                f"expert_begin must be {needed} with x of shape {tuple(x.shape)}: it goes with x "
+                "of shape [rows, hidden] only"
             )
         for name, tensor in (("expert_count", expert_count), ("expert_begin", expert_begin)):
             if tensor is None and name == "expert_begin":

@@ -474,8 +474,9 @@ class LowLatencyAllToAll(SplitLayer):
             )
         if older is not None and older.progress is Progress.RETURNING:
             raise ValueError(
-                "dispatch must follow receive(handle) of the combine two calls before it, whose "
-                f"half of the buffer it takes; that of call {older.number} has only been sent"
+                "dispatch must follow receive(handle) of the combine two calls before it, because "
+                "both use the same half of the buffer; the combine of call "
+                f"{older.number} has only been sent"
             )
         progress = Progress.RECEIVED if receive else Progress.SENT
         call = Call(self._num_dispatches, self._generation, progress)
@@ -549,7 +550,7 @@ class LowLatencyAllToAll(SplitLayer):
         if again and call.is_fetched:
             raise ValueError(
                 "again must be False for a handle whose rows the other ranks have fetched: they "
-                "may be at it still"
+                "may still be fetching them"
             )
         rows = (shape.num_experts_per_rank, shape.num_rows_per_expert, shape.hidden)
         check_tensor("y", y, self.dtype, rows, self.device)

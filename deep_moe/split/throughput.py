@@ -506,8 +506,8 @@ class AllToAll(SplitLayer):
         is_here = y.data_ptr() == self._combine_rows().data_ptr()
         if is_here and self._last_step == "combine":
             raise ValueError(
-                "y must not be the combine buffer right behind another combine: other ranks may "
-                "still fetch rows of that one; a dispatch has to come in between"
+                "y must not be the combine buffer directly after another combine: other ranks may "
+                "still be fetching its rows; a dispatch must come in between"
             )
         num_tokens = handle.num_tokens
         self._check_weights(topk_weights, num_tokens)

@@ -122,7 +122,13 @@ class TwoLevelLayer:
 
     def check(self) -> None:
         """Wait for all calls on the current stream, and raise what they found: ForeignTokensError,
-        LostDomainError, what a kernel reported."""
+        LostDomainError, what a kernel reported.
+
+        Raises:
+            ForeignTokensError: other domains have more tokens for a rank than it has room for.
+            LostDomainError: a domain does not answer.
+            MegaMoEError: the last kernel gave up; the text says why.
+        """
         self._relay.transport.raise_if_failed()
         with self._relay.transport.naming_the_domain():
             try:

@@ -95,6 +95,12 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
     Attributes:
         rank: of this process among the ranks of all domains.
         nbytes: what this rank gives to the layer.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     _most_tokens = "num_max_tokens_per_rank"
@@ -194,6 +200,18 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         num_max_tokens_per_rank, or less with num_max_foreign_tokens. An expert's rows lie by their
         source rank's number in its domain; of those with the same, the ones of this domain first.
         `layout_range` says where each rank's rows begin.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            ForeignTokensError: other domains have more tokens for a rank than it has room for.
+            LostDomainError: a domain does not answer.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         self._relay.transport.raise_if_failed()
         self._check_tokens(x, self.dtype)
@@ -274,6 +292,18 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
                 `receive(handle)` does the rest.
             again: as of `LowLatencyAllToAll.combine`.
             wait_cycles: as of `dispatch`.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            ForeignTokensError: other domains have more tokens for a rank than it has room for.
+            LostDomainError: a domain does not answer.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         self._relay.transport.raise_if_failed()
         own = self._own_handle(handle)
@@ -337,6 +367,17 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
 
         Args:
             handle: of the dispatch or combine.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            ForeignTokensError: other domains have more tokens for a rank than it has room for.
+            LostDomainError: a domain does not answer.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
         """
         own = self._own_handle(handle)
         finish = self._pending.pop(own.call.number, None)

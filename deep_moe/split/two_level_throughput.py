@@ -76,6 +76,12 @@ class TwoLevelAllToAll(TwoLevelLayer):
     Attributes:
         rank: of this process among the ranks of all domains.
         nbytes: what this rank gives to the layer.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     _most_tokens = "max_tokens_per_rank"
@@ -172,6 +178,18 @@ class TwoLevelAllToAll(TwoLevelLayer):
         What is returned is as of `AllToAll.dispatch`. An expert's rows lie by their source rank's
         number in its domain, of those with the same the ones of this domain first, then by token
         and slot.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            ForeignTokensError: other domains have more tokens for a rank than it has room for.
+            LostDomainError: a domain does not answer.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         self._relay.transport.raise_if_failed()
         if (topk_idx is None) == (handle is None):
@@ -229,6 +247,18 @@ class TwoLevelAllToAll(TwoLevelLayer):
             handle: what the dispatch returned.
             topk_weights: as of `AllToAll.combine`.
             out: as of `AllToAll.combine`.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            ForeignTokensError: other domains have more tokens for a rank than it has room for.
+            LostDomainError: a domain does not answer.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         self._relay.transport.raise_if_failed()
         own = self._own_handle(handle)
@@ -260,6 +290,18 @@ class TwoLevelAllToAll(TwoLevelLayer):
         Args:
             values: as of `AllToAll.return_scalars`.
             handle: what the dispatch returned.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            ForeignTokensError: other domains have more tokens for a rank than it has room for.
+            LostDomainError: a domain does not answer.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         self._relay.transport.raise_if_failed()
         own = self._own_handle(handle)

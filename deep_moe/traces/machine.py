@@ -81,4 +81,4 @@ def machine_timeline(machine: Machine, *, facts: Mapping[str, str] | None = None
     ordered, spans = in_order(by_warp, spans)
     series = [one for gpu in machine.usage for one in unit_series(gpu, machine.chip)]
     said = {"chip": machine.chip.name, **(facts or {})}
-    return Timeline(ordered, list(kinds), spans, series, "us", said)
+    return Timeline(ordered, list(kinds), spans, series, place="CTA", facts=said)

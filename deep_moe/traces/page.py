@@ -76,23 +76,23 @@ def encode(timeline: Timeline) -> tuple[dict[str, Any], bytes]:
         raise ValueError(
             f"a page shows at most {_MOST_NS / 1e9:.1f} s; the trace has {end.max() / 1e9:.1f} s"
         )
-    values = {
+    numbers = {
         "start": start,
         "duration": end - start,
         # A wait's partner is near.
         "awaited": np.where(spans["awaited"] < 0, 0, spans["awaited"] - np.arange(len(spans))),
     }
-    columns = [
-        _column(values.get(name, spans[name] if name in spans.dtype.names else None))
-        for name in _FIELDS
-    ]
+    columns = [_column(numbers[name] if name in numbers else spans[name]) for name in _FIELDS]
     columns += [_column(np.rint(one.shares * _SHARE_STEPS)) for one in timeline.series]
     roles = list(dict.fromkeys(lane.role for lane in timeline.lanes))
     counts = np.bincount(spans["lane"], minlength=len(timeline.lanes))
+    kinds = timeline.kinds
+    phases = {kinds[step].phase for step in np.unique(spans["step"]).tolist()}
     header = {
         "unit": timeline.unit,
+        "place": timeline.place,
         "facts": dict(timeline.facts),
-        "phases": PHASES,
+        "phases": [phase for phase in PHASES if phase in phases],
         "roles": roles,
         "lanes": [
             [lane.rank, lane.cta, roles.index(lane.role), count]
@@ -100,7 +100,7 @@ def encode(timeline: Timeline) -> tuple[dict[str, Any], bytes]:
         ],
         "steps": [
             {"name": name, "phase": kind.phase, "awaited": kind.awaited}
-            for name, kind in zip(timeline.steps, timeline.kinds, strict=True)
+            for name, kind in zip(timeline.steps, kinds, strict=True)
         ],
         "fields": _FIELDS,
         "num_spans": len(spans),

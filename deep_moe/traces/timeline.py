@@ -77,6 +77,7 @@ class Timeline:
             or end a wait waited for. NONE where a number is not known.
         series: how busy units were, where that is known.
         unit: of 1000 ns; without a clock a nanosecond is an instruction of a warp.
+        place: what a CTA is called: "SM" where each has one.
         facts: what else is said of the call, by name.
     """
 
@@ -85,6 +86,7 @@ class Timeline:
     spans: np.ndarray
     series: Sequence[Series] = ()
     unit: str = "us"
+    place: str = "SM"
     facts: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -114,7 +114,7 @@ def split_timeline(
         parts.append(spans)
     lanes, spans = in_order(lanes, np.concatenate(parts))
     relate(lanes, names, spans)
-    return Timeline(lanes, names, spans, (), unit, facts or {})
+    return Timeline(lanes, names, spans, (), unit, facts=facts or {})
 
 
 def _events(trace: SplitTrace, num_ranks: int) -> Iterator[str]:

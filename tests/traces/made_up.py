@@ -29,7 +29,7 @@ def timeline_of_rows(
             spans[field][i] = value
     lanes, spans = in_order(lanes, spans)
     relate(lanes, steps, spans)
-    return Timeline(lanes, steps, spans, series, "us", {"chip": "none"})
+    return Timeline(lanes, steps, spans, series, facts={"chip": "none"})
 
 
 def small_timeline() -> Timeline:

@@ -224,7 +224,7 @@ def test_use_and_phases_are_told_over_time(shown: Shown):
     box = shown.page.locator("#charts").bounding_box()
     scale = shown.get("timeline.view.scale")
     x = box["x"] + 150 + 1500 * scale  # 1.5 us
-    shown.page.mouse.move(x, box["y"] + 22 + 20 + 4 * 15 + 20)
+    shown.page.mouse.move(x, box["y"] + 22 + 20 + 3 * 15 + 20)
     assert shown.page.inner_text("#tip").startswith("memory: 100 % of 3.00 TB/s")
     shown.page.mouse.move(x - 300 * scale, box["y"] + 22 + 20 + 15 + 7)
     # One of three SMs.

@@ -215,7 +215,7 @@ class ChartView {
     if (row < 0) return at;
     if (row < data.phases.length) {
       const [share] = this.shares(time, time + width, 1)[row];
-      return `${data.phases[row]}: ${(100 * Math.min(1, share)).toFixed(0)} % of the SMs\n${at}`;
+      return `${data.phases[row]}: ${(100 * Math.min(1, share)).toFixed(0)} % of the ${data.place}s\n${at}`;
     }
     row = Math.floor((y - OVERVIEW_HEIGHT - AXIS_HEIGHT - PHASE_HEIGHT * data.phases.length) / CHART_HEIGHT);
     const name = this.charts[row];

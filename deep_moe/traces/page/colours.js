@@ -66,6 +66,9 @@ class Palette {
   }
 
   colourOf(step, index, expert, byStep, dark) {
+    if (step.awaited && byStep) {
+      return mixed(fromHsl(STEP_HUES[index % STEP_HUES.length], 0.6, 0.5), this.back, 0.3);
+    }
     if (step.awaited) return mixed(this.back, dark ? [190, 200, 215] : [70, 80, 95], dark ? 0.38 : 0.42);
     const isSecond = step.phase === "Linear2";
     if (byStep) {

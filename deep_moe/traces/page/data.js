@@ -74,6 +74,6 @@ function words(ns, unit) {
   return `${value.toFixed(digits)} ${unit === "us" ? "µs" : unit}`;
 }
 
-function laneName(lane) {
-  return [`rank ${lane.rank}`, `SM ${lane.cta}`, lane.role].filter(Boolean).join(" · ");
+function laneName(data, lane) {
+  return [`rank ${lane.rank}`, `${data.place} ${lane.cta}`, lane.role].filter(Boolean).join(" · ");
 }

@@ -18,7 +18,7 @@ function facts(data, i) {
   if (step.awaited) found.push(["waits for", step.awaited]);
   if (spans.awaited[i]) {
     const other = i + spans.awaited[i];
-    found.push(["that was", `${laneName(data.lanes[spans.lane[other]])}: ${steps[spans.step[other]].name}${blockWords(spans, other)}`]);
+    found.push(["that was", `${laneName(data, data.lanes[spans.lane[other]])}: ${steps[spans.step[other]].name}${blockWords(spans, other)}`]);
     found.push(["there at", words(awaitedMoment(data, i), data.unit)]);
   }
   return found;
@@ -32,7 +32,7 @@ function blockWords(spans, i) {
 function tipWords(data, i) {
   const { spans, steps, lanes } = data;
   const rows = facts(data, i).map(([name, value]) => `${name}: ${value}`);
-  return [steps[spans.step[i]].name, laneName(lanes[spans.lane[i]]), ...rows].join("\n");
+  return [steps[spans.step[i]].name, laneName(data, lanes[spans.lane[i]]), ...rows].join("\n");
 }
 
 function element(name, attributes = {}, ...children) {
@@ -56,7 +56,7 @@ function showDetails(data, i, goTo) {
   for (const [name, value] of facts(data, i)) list.append(element("dt", {}, name), element("dd", {}, value));
   place.replaceChildren(
     element("h2", {}, steps[spans.step[i]].name),
-    element("p", { class: "hint" }, laneName(lanes[spans.lane[i]])),
+    element("p", { class: "hint" }, laneName(data, lanes[spans.lane[i]])),
     list,
   );
   if (spans.awaited[i]) {
@@ -93,7 +93,8 @@ function showLegend(data, palette, view, find) {
     }
     place.append(element("h2", {}, "experts of a rank"), experts);
   }
-  const work = element("section", {}, element("h2", {}, view.colouring === "expert" ? "work (as of the first expert)" : "work"));
+  const hasExperts = view.colouring === "expert" && data.experts.length > 0;
+  const work = element("section", {}, element("h2", {}, hasExperts ? "work (as of the first expert)" : "work"));
   const waits = element("section", {}, element("h2", {}, "waits (thin lines)"));
   steps.forEach((step, index) => {
     if (used.has(index)) (step.awaited ? waits : work).append(key(step, index));

@@ -175,12 +175,12 @@ class LaneView {
       if (opens && labelled >= free) {
         context.fillStyle = text;
         const rank = this.data.ranks.length > 1 ? `r${lane.rank} ` : "";
-        context.fillText(byRole ? rank + lane.role : `${rank}SM ${lane.cta}`, 6, labelled);
+        context.fillText(byRole ? rank + lane.role : `${rank}${this.data.place} ${lane.cta}`, 6, labelled);
         free = labelled + 11;
       }
       if (this.rowHeight >= 9) {
         context.fillStyle = quiet;
-        const own = byRole ? `SM ${lane.cta}` : lane.role;
+        const own = byRole ? `${this.data.place} ${lane.cta}` : lane.role;
         context.textAlign = "right";
         context.fillText(own, view.gutter - 6, middle);
         context.textAlign = "left";

@@ -4,7 +4,8 @@ class View {
   constructor(data) {
     this.data = data;
     Object.assign(this, { start: 0, end: data.end, scroll: 0, width: 1, gutter: 150 });
-    Object.assign(this, { grouping: "sm", colouring: "expert", rank: -1, laneFilter: "", find: "" });
+    const colouring = data.experts.length ? "expert" : "step";
+    Object.assign(this, { grouping: "sm", colouring, rank: -1, laneFilter: "", find: "" });
     Object.assign(this, { laneHeight: 6, pointed: -1, kept: -1 });
   }
 
@@ -315,6 +316,8 @@ async function main() {
   new ResizeObserver(ask).observe(byId("view"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
 
+  byId("colouring").value = view.colouring;
+  byId("grouping").options[0].text = data.place;
   byId("rank").append(new Option("all", "-1"), ...data.ranks.map((rank) => new Option(String(rank), String(rank))));
   const said = Object.entries(data.facts).map(([name, value]) => `${name} ${value}`);
   byId("facts").textContent = [...said, words(data.end, data.unit), `${data.spans.count} steps of ${data.lanes.length} warps`].join(" · ");

@@ -40,7 +40,7 @@ def timeline_of(
     lanes, spans = in_order(lanes, np.concatenate(parts))
     names = step_names()
     relate(lanes, names, spans)
-    return Timeline(lanes, names, spans, usage, unit, facts or {})
+    return Timeline(lanes, names, spans, usage, unit, facts=facts or {})
 
 
 def step_names() -> list[str]:

@@ -1,5 +1,7 @@
 """The memory of tensors: whether a tensor's storage still holds its values, and whether tensors
-share memory. Every public call asks before it launches: a kernel gets addresses and cannot ask."""
+share memory. Every public call checks this before it launches, because a kernel gets only
+addresses.
+"""
 
 from __future__ import annotations
 

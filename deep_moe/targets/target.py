@@ -1,4 +1,5 @@
-"""`Target`: all that is known of an architecture, and `TargetWeights`: of one weight format on it.
+"""`Target`: everything that is particular to an architecture. `TargetWeights`: the same of one
+weight format on it.
 
 Nothing here or in a target's file imports PyTorch before a method needs it: heuristics and the
 command line ask targets too.

@@ -1,6 +1,7 @@
-"""The formats that tokens have, by name: an axis of its own beside the weights. A value is a folder
-here, whose `FORMAT` says all that is known of it; for a new one, write the folder and name it in
-`TokenFormatName`. Which tokens go with which weights, the weights' folder for a target says."""
+"""The formats of tokens, by name: an axis beside the weights. Each format is a folder here, whose
+`FORMAT` has everything that Python knows of it. For a new format, write the folder and name it in
+`TokenFormatName`. The weights' folder for a target says which tokens go with which weights.
+"""
 
 from __future__ import annotations
 

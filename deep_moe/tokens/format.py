@@ -1,5 +1,6 @@
-"""`TokenFormat`: all that is known of what tokens are. Nothing here imports PyTorch before a method
-needs it: shapes and configs ask, too."""
+"""`TokenFormat`: everything that Python knows of a format of tokens. Nothing here imports PyTorch
+before a method needs it, because shapes and configs use it, too.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What the emulator's clock knows, as a page shows it: how busy units were, and what the warps of
-any kernel waited for."""
+"""What the emulator's clock records, as a page shows it: how busy units were, and what the warps of
+any kernel waited for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a step by its name: the phase that it is part of, and what a wait waits for.
+"""What the name of a step says: the phase that it is part of, and what a wait waits for.
 
 Names are those of include/deep_moe/trace/tracer.cuh and split/phase_span.cuh. Steps with other
 names are shown, too, as work that belongs to no phase.

@@ -1,9 +1,9 @@
-"""The layer over ranks, each of which owns a part of the experts: the layer of one rank, but that
-gather and scatter travel (ways.py).
+"""The layer over ranks, each of which owns a part of the experts. It is the layer of one rank,
+except that gather and scatter travel (ways.py).
 
-The backward pass goes the forward pass's ways: gradients of the output to the owners, those of
-tokens and routing weights back. The tokens that a rank *received* are sent once more, unless they
-are kept.
+The backward pass uses the same ways: gradients of the output go to the owners, and those of tokens
+and routing weights come back. The tokens that a rank *received* are sent once more, unless they are
+kept.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@
                                                         dW1 = X^T dH1, dW3 = X^T dH3
                                                         d_x = scatter(dH1 W1^T + dH3 W3^T)
 
-Besides x and the routing, H1 and H3 are all that the backward pass gets from the forward pass; or
-not even they (`recompute`), then it makes them again. dY and dA are those of a slot whose weight is
-1: the weight is multiplied in behind them, where its own gradient is A . dA too, so that Linear2's
-output need not be kept, and a weight of zero divides nothing.
+Besides x and the routing, the backward pass gets only H1 and H3 from the forward pass. With
+`recompute` it computes them again. dY and dA are the gradients for a routing weight of 1: the
+weight is multiplied in later, where its own gradient is A . dA. So Linear2's output need not be
+kept, and a weight of zero divides nothing.
 
 `gather` and `scatter` are those of the call's `Ways`: over several ranks they travel. What the
 backward pass gathers there are the tokens that this rank *received*; its own belong to other ranks'

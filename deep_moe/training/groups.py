@@ -1,4 +1,6 @@
-"""What a module shares with others of its process and can be neither copied nor saved."""
+"""Objects that a module shares with others of its process, and that can be neither copied nor
+saved.
+"""
 
 from __future__ import annotations
 

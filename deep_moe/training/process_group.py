@@ -1,7 +1,7 @@
 """Rows between ranks by a process group of PyTorch's: over any network, sizes from the host.
 
-A slot is sent to its expert's rank, a row for each slot. What arrives lies by source rank, then by
-slot there, so that it is in the same order in every run; there each is a token of one slot.
+A slot is sent to its expert's rank, one row for each slot. What arrives lies by source rank, then
+by slot, so that the order is the same in every run. Each arrived row is a token with one slot.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What PyTorch multiplies: groups of rows, one group per expert, whose ends lie on the device.
 
-BF16 on a GPU goes to PyTorch's grouped GEMM, which reads the ends there. Elsewhere the groups are
-multiplied one after the other; on a CPU reading the ends waits for nobody, and float64, which is
-there to check gradients, may wait.
+BF16 on a GPU goes to PyTorch's grouped GEMM, which reads the ends on the device. Elsewhere the
+groups are multiplied one after the other. Reading the ends needs no wait on a CPU; float64 on a GPU
+waits, because it only checks gradients.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The layer whose forward pass is the call that serves it, so that training and serving have the
 same bits.
 
-Weights are quantized and laid out in every forward pass, expert by expert, and freed behind it: an
-optimizer need not count a tensor's version up, so a copy from before could be an old one. The
-backward pass is BF16's, of tokens and weights as they are: gradients pass through every rounding of
-the forward pass as if it were not there. It routes the tokens and computes Linear1 itself, for the
-call keeps nothing.
+Weights are quantized and laid out in every forward pass, expert by expert, and freed afterwards: an
+optimizer need not increment a tensor's version, so an earlier copy could be out of date. The
+backward pass is BF16's, with unrounded tokens and weights: gradients pass through every rounding of
+the forward pass as if it did not exist. It routes the tokens and computes Linear1 itself, because
+the call keeps nothing.
 """
 
 from __future__ import annotations

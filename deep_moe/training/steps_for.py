@@ -1,4 +1,4 @@
-"""Who does the steps."""
+"""The choice of `Steps` for a call."""
 
 from __future__ import annotations
 

@@ -1,2 +1,3 @@
-"""What tries the kernels: reference, bounds of right results, made-up layers, fuzzing, timing,
-traces."""
+"""What tests the kernels: reference, bounds of right results, random layers, fuzzing, timing,
+traces.
+"""

@@ -1,5 +1,6 @@
-"""How a result compares with the reference: which values are right, how many are equal, how far off
-the others are, in BF16 units and as an angle."""
+"""Compares a result with the reference: which values are right, how many are equal, and how far off
+the others are, in BF16 units and as an angle.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The paths that a layer is tried on, an object each: its calls on all ranks, and what these have
-to give."""
+"""The paths on which a layer is tested, one object each: its calls on all ranks, and their expected
+results.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A layer and tokens made up on a rank's own device, for timing at real sizes. Any expert can be
-made again by itself."""
+"""A random layer and tokens, made on a rank's own device, for timing at real sizes. Any expert can
+be made again by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A call of the layer on a chip that need not be there: how long it takes on the emulator's clock.
+"""A call of the layer on a chip that this machine need not have: how long it takes on the
+emulator's clock.
 
-Weights are zero here and products left out, since hardly a decision of the kernel depends on
+Weights are zero here and products are left out, because almost no decision of the kernel depends on
 values. Pages that hold only zeros take no memory of the host.
 """
 

@@ -1,5 +1,6 @@
-"""What `deep-moe run` runs where it is told nothing: fuzz cases whose values were picked, so that
-each format, path, pair of calls, uneven and empty ranks, small ring and shared expert is met."""
+"""What `deep-moe run` runs without options: fuzz cases with chosen values, which cover each format
+and path, pairs of calls, uneven and empty ranks, a small ring and a shared expert.
+"""
 
 from __future__ import annotations
 

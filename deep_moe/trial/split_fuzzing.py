@@ -1,5 +1,6 @@
 """The split path's cases of `deep-moe fuzz`: dispatch, grouped experts and combine of several ranks
-in one emulator; see fuzzing.py."""
+in one emulator; see fuzzing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Which results of the differentiable layer are right: output and gradients in float64, and how far
 from them rounding can lead.
 
-The formulas are written out once more here, slot by slot and without rows, in float64. Beside each
-value goes a radius: what the layer's own roundings, to BF16 behind each product and each step, to
-E4M3 in "mxfp8" and to FP32 within sums, can have moved it by, each at its worst and all to the same
-side. A radius goes through a product by the magnitudes of the other operand. Through an activation
-it goes as an interval, of which the function is looked at in nine places; so a value that may have
-fallen to the other side of a clamp has both slopes.
+The formulas are repeated here, slot by slot and without rows, in float64. Each value has a radius:
+how far the layer's own roundings can have moved it, each at its worst and all to the same side.
+These are the roundings to BF16 after each product and each step, to E4M3 in "mxfp8", and to FP32
+within sums. A radius goes through a product by the magnitudes of the other operand. Through an
+activation it goes as an interval, in which the function is evaluated at nine places; so a value
+that may have fallen to the other side of a clamp has both slopes.
 
 A result further away than its radius is wrong. Zero gradients, of unused slots and of experts
 without tokens, have a radius of zero.

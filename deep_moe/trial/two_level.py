@@ -1,4 +1,4 @@
-"""Calls of a layer over several domains, a process for each rank, and what they have to give."""
+"""Calls of a layer over several domains, with a process for each rank, and their expected results."""
 
 from __future__ import annotations
 

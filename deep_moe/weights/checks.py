@@ -1,5 +1,6 @@
 """Checks of weights that formats share. Each error names the tensor, what is allowed, and what was
-got."""
+given.
+"""
 
 from __future__ import annotations
 

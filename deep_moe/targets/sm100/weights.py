@@ -1,5 +1,6 @@
-"""What weights of all formats have in common on SM100: rows of gate and up interleaved, scales, if
-any, of UE8M0 per 32 values, and tensor maps of everything that the kernel multiplies."""
+"""What all weight formats have in common on SM100: interleaved rows of gate and up, UE8M0 scales
+per 32 values if there are any, and tensor maps of all operands.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""In which order the SM90 kernel's math threads have the rows of weights, and how rows lie in
-shared memory.
+"""The order of weight rows in the SM90 kernel's math threads and in shared memory.
 
 A block of weights has 256 rows, 128 for each of two warpgroups g. Lanes 4*r to 4*r + 3 of warp w
 have the rows (b, h) of their own: the sums of the b-th of two products, its rows r and r + 8. Of

@@ -1,5 +1,6 @@
-"""What weights of all formats have in common on SM90: the kernel has tensor maps of the token
-pools, and plain addresses of the weights, which are contiguous blocks."""
+"""What all weight formats have in common on SM90. The kernel has tensor maps of the token pools,
+and plain addresses of the weights, which are contiguous blocks.
+"""
 
 from __future__ import annotations
 

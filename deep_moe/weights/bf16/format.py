@@ -1,6 +1,7 @@
-"""BF16 weights [E, N, K], which have no scales: of a layer's pair of tensors the second is empty,
-float32 [E, 0]. So a pair is what it is with all other formats: experts can be taken out of both
-tensors, and calls and operators take as many."""
+"""BF16 weights [E, N, K] have no scales: the second tensor of a layer's pair is empty, float32 [E,
+0]. So the pair is used as with all other formats: experts can be taken out of both tensors, and
+calls and operators take as many.
+"""
 
 from __future__ import annotations
 

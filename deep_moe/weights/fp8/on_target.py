@@ -1,4 +1,4 @@
-"""FP8 weights, on whatever target: laid out as they are, or rounded to scales that it applies."""
+"""FP8 weights on any target: laid out as they are, or rounded to scales that the target applies."""
 
 from __future__ import annotations
 

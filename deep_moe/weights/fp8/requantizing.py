@@ -1,5 +1,6 @@
-"""FP8 weights with the scales that a kernel applies: as they are, where they are such, or rounded
-anew, with how far they moved."""
+"""FP8 weights with the scales that a kernel applies: unchanged if they have such scales, otherwise
+rounded anew, with a report of how far they moved.
+"""
 
 from __future__ import annotations
 

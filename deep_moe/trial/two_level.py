@@ -1,4 +1,4 @@
-"""Calls of a layer over several domains, with a process for each rank, and their expected results."""
+"""Calls of a layer over several domains, one process per rank, and their expected results."""
 
 from __future__ import annotations
 

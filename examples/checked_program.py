@@ -35,7 +35,7 @@ def total_of(values: np.ndarray, source: str) -> float:
     device.set_current()
     stream = device.create_stream()
     options = ProgramOptions(arch=f"sm_{device.arch}", lineinfo=True)
-    kernel = Program(source, "c++", options).compile("ptx").get_kernel("sum")
+    kernel = Program(source, "c++", options).compile("cubin").get_kernel("sum")
     inputs = device.allocate(values.nbytes, stream=stream)
     total = device.allocate(4, stream=stream)
     result = np.zeros(1, np.float32)

@@ -147,7 +147,8 @@ def test_the_stand_in_for_the_driver_needs_no_newer_glibc_and_shows_cudas_names_
     names = {line.split()[-1] for line in listing.splitlines()}
     assert {"cuInit", "cudaMalloc", "__cudaRegisterFatBinary"} <= names
     versions = {"libcudart.so.12", "libcudart.so.13"}  # of the runtime, which programs ask for
-    assert {name for name in names if not name.startswith(("cu", "__cuda"))} == versions
+    others = {name for name in names if not name.startswith(("cu", "__cuda"))}
+    assert others == versions | {"dlopen"}  # to see which libraries programs load
 
 
 def test_the_emulators_library_shows_its_c_abi_and_nothing_else():

@@ -196,6 +196,40 @@ struct DeviceProperties {
     int host_numa_ipc, reserved[56];
 };
 
+// cudaDeviceProp of CUDA 12, which has a few fields more
+struct DeviceProperties12 {
+    char name[256];
+    Uuid uuid;
+    char luid[8];
+    unsigned luid_mask;
+    size_t global_bytes, shared_per_block;
+    int registers_per_block, warp_size;
+    size_t pitch;
+    int threads_per_block, block[3], grid[3], clock_khz;
+    size_t constant_bytes;
+    int major, minor;
+    size_t texture_alignment, texture_pitch_alignment;
+    int overlaps_copies, num_sms, timeout, integrated, maps_host, compute_mode;
+    int textures_and_surfaces[40];
+    size_t surface_alignment;
+    int concurrent_kernels, ecc, pci_bus, pci_device, pci_domain, tcc, copy_engines, unified,
+        memory_khz, bus_bits, l2_bytes, persisting_l2_bytes, threads_per_sm, priorities, global_l1,
+        local_l1;
+    size_t shared_per_sm;
+    int registers_per_sm, managed, multi_gpu_board, board_group, host_atomics, double_ratio,
+        pageable, concurrent_managed, preemption, host_pointer_of_registered, cooperative,
+        multi_device_cooperative;
+    size_t shared_per_block_optin;
+    int host_page_tables, direct_managed, ctas_per_sm, access_window;
+    size_t reserved_shared;
+    int host_register, sparse, read_only_register, timeline, pools, rdma;
+    unsigned rdma_flush;
+    int rdma_order;
+    unsigned pool_handles;
+    int deferred_arrays, ipc_events, clusters, function_pointers, reserved[63];
+};
+static_assert(sizeof(DeviceProperties12) == 1032);
+
 // cudaFuncAttributes
 struct FunctionAttributes {
     size_t shared_bytes, constant_bytes, local_bytes;

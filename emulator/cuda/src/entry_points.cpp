@@ -113,6 +113,10 @@ DRIVER_CALL(cuGetProcAddress, (const char* name, void** function, int version, u
 // Tables that NVIDIA's own libraries share with its driver, and nobody else knows. Its runtime
 // cannot do without the one with this name.
 DRIVER_CALL(cuGetExportTable, (const void** table, const Uuid* name)) {
+    {
+        std::lock_guard lock(the_lock);
+        look_at_new_libraries();
+    }
     constexpr unsigned char of_runtime[4] = {0x6b, 0xd5, 0xfb, 0x6c};
     static bool was_told = false;
     if (name && !std::memcmp(name->bytes, of_runtime, sizeof of_runtime) && !was_told) {

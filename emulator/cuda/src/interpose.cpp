@@ -3,7 +3,8 @@
 // nvcc links the runtime statically unless told otherwise. Its functions then are in the program,
 // under their names in its symbol table. Before the program starts, each of them gets a jump to
 // ours at its beginning; those that we do not have get one to a refusal. The program's file is left
-// alone, and a stripped program cannot be helped: entry_points.cpp says so.
+// alone, and a stripped program cannot be helped: entry_points.cpp says so. Libraries that are
+// loaded later are treated likewise.
 #include <elf.h>
 #include <fcntl.h>
 #include <link.h>
@@ -12,7 +13,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <initializer_list>
+#include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "runtime_state.h"
@@ -92,8 +96,9 @@ struct Named {
     size_t bytes;
 };
 
-// The functions in a file's symbol table whose names begin like the runtime's.
-std::vector<Named> runtime_functions(const char* path, uintptr_t base) {
+// The functions in a file's table of symbols, of this type, whose names begin with one of these.
+std::vector<Named> functions_of(const char* path, uintptr_t base, uint32_t table,
+                                std::initializer_list<std::string_view> beginnings) {
     std::vector<Named> found;
     const File file(path);
     Elf64_Ehdr header;
@@ -104,7 +109,7 @@ std::vector<Named> runtime_functions(const char* path, uintptr_t base) {
     if (!file.read(sections.data(), sections.size() * sizeof(Elf64_Shdr), header.e_shoff))
         return found;
     for (const Elf64_Shdr& section : sections) {
-        if (section.sh_type != SHT_SYMTAB || section.sh_link >= sections.size()) continue;
+        if (section.sh_type != table || section.sh_link >= sections.size()) continue;
         const Elf64_Shdr& text = sections[section.sh_link];
         std::vector<Elf64_Sym> symbols(section.sh_size / sizeof(Elf64_Sym));
         std::string names(text.sh_size, '\0');
@@ -115,28 +120,30 @@ std::vector<Named> runtime_functions(const char* path, uintptr_t base) {
             if (ELF64_ST_TYPE(symbol.st_info) != STT_FUNC || symbol.st_shndx == SHN_UNDEF ||
                 symbol.st_name >= names.size())
                 continue;
-            const char* name = names.c_str() + symbol.st_name;
-            if (std::strncmp(name, "cuda", 4) == 0 || std::strncmp(name, "__cuda", 6) == 0)
-                found.push_back({name, base + symbol.st_value, symbol.st_size});
+            const std::string_view name = names.c_str() + symbol.st_name;
+            for (const std::string_view beginning : beginnings)
+                if (name.substr(0, beginning.size()) == beginning)
+                    found.push_back({std::string(name), base + symbol.st_value, symbol.st_size});
         }
     }
     return found;
 }
 
-void redirect(const char* path, uintptr_t base) {
-    const std::vector<Named> functions = runtime_functions(path, base);
+// Whether the file holds a static runtime.
+bool redirect_runtime(const char* path, uintptr_t base) {
+    const std::vector<Named> functions = functions_of(path, base, SHT_SYMTAB, {"cuda", "__cuda"});
     // A program may have functions of its own with such names; the runtime's lie together.
     uintptr_t first = UINTPTR_MAX, last = 0;
     bool has_runtime = false;
     for (const Named& f : functions) {
         const void* ours = exported_function(f.name.c_str());
-        if (reinterpret_cast<uintptr_t>(ours) == f.address) return;  // this library itself
+        if (reinterpret_cast<uintptr_t>(ours) == f.address) return false;  // this library itself
         has_runtime |= f.name == "__cudaRegisterFatBinary";
         if (!ours) continue;
         first = std::min(first, f.address);
         last = std::max(last, f.address);
     }
-    if (!has_runtime) return;
+    if (!has_runtime) return false;
     for (const Named& f : functions) {
         if (f.bytes < jump_bytes) continue;
         void* ours = exported_function(f.name.c_str());
@@ -144,19 +151,111 @@ void redirect(const char* path, uintptr_t base) {
             ours = make_refusal(strdup(f.name.c_str()));
         if (ours) write_jump(reinterpret_cast<void*>(f.address), ours);
     }
+    return true;
+}
+
+// NVRTC makes PTX on its way to machine code and keeps both. Who asks for the machine code gets the
+// PTX, which is what the stand-in's driver loads.
+void redirect_nvrtc(const char* path, uintptr_t base) {
+    const char* slash = std::strrchr(path, '/');
+    if (std::strncmp(slash ? slash + 1 : path, "libnvrtc.", 9) != 0) return;
+    uintptr_t ptx = 0, ptx_size = 0, cubin = 0, cubin_size = 0;
+    for (const Named& f : functions_of(path, base, SHT_DYNSYM, {"nvrtcGet"})) {
+        if (f.name == "nvrtcGetPTX") ptx = f.address;
+        if (f.name == "nvrtcGetPTXSize") ptx_size = f.address;
+        if (f.name == "nvrtcGetCUBIN") cubin = f.address;
+        if (f.name == "nvrtcGetCUBINSize") cubin_size = f.address;
+    }
+    if (!ptx || !ptx_size || !cubin || !cubin_size) return;
+    write_jump(reinterpret_cast<void*>(cubin), reinterpret_cast<void*>(ptx));
+    write_jump(reinterpret_cast<void*>(cubin_size), reinterpret_cast<void*>(ptx_size));
+}
+
+struct Object {
+    std::string path;
+    uintptr_t base;
+};
+
+// Objects that were loaded since the last call.
+std::vector<Object> new_objects() {
+    static auto* known = new std::set<uintptr_t>;
+    static unsigned long long num_loads = 0;
+    std::vector<Object> found;
+    struct Search {
+        std::vector<Object>& found;
+    } search{found};
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* data) {
+            if (info->dlpi_adds == num_loads) return 1;
+            const bool is_program = !info->dlpi_name || !*info->dlpi_name;
+            if (known->insert(info->dlpi_addr).second)
+                static_cast<Search*>(data)->found.push_back(
+                    {is_program ? "/proc/self/exe" : info->dlpi_name, info->dlpi_addr});
+            return 0;
+        },
+        &search);
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void*) {
+            num_loads = info->dlpi_adds;
+            return 1;
+        },
+        nullptr);
+    return found;
 }
 
 // Before any constructor of the program registers its kernels.
-__attribute__((constructor)) void redirect_static_runtimes() {
-    dl_iterate_phdr(
-        [](dl_phdr_info* info, size_t, void*) {
-            const bool is_program = !info->dlpi_name || !*info->dlpi_name;
-            redirect(is_program ? "/proc/self/exe" : info->dlpi_name, info->dlpi_addr);
-            return 0;
-        },
-        nullptr);
+__attribute__((constructor)) void look_at_first_libraries() {
+    for (const Object& object : new_objects()) {
+        redirect_runtime(object.path.c_str(), object.base);
+        redirect_nvrtc(object.path.c_str(), object.base);
+    }
 }
 
 }  // namespace
 
+void look_at_new_libraries() {
+    for (const Object& object : new_objects()) {
+        redirect_nvrtc(object.path.c_str(), object.base);
+        if (!redirect_runtime(object.path.c_str(), object.base)) continue;
+        // Its constructors have registered its kernels with the runtime inside; now with ours.
+        for (const Named& f :
+             functions_of(object.path.c_str(), object.base, SHT_SYMTAB,
+                          {"_ZL24__sti____cudaRegisterAllv", "__sti____cudaRegisterAll"}))
+            reinterpret_cast<void (*)()>(f.address)();
+    }
+}
+
 }  // namespace deep_moe::cuda
+
+using namespace deep_moe::cuda;
+
+// Libraries that a program loads while it runs may hold a static runtime, too.
+EXPORT void* dlopen(const char* path, int mode) {
+    using Open = void* (*)(const char*, int);
+    static const Open open_library = [] {
+        Open found = nullptr;
+        dl_iterate_phdr(
+            [](dl_phdr_info* info, size_t, void* data) {
+                const char* slash = std::strrchr(info->dlpi_name, '/');
+                const std::string_view name = slash ? slash + 1 : info->dlpi_name;
+                // In the C library since glibc 2.34, before that in a library of its own.
+                if (name != "libc.so.6" && name != "libdl.so.2") return 0;
+                for (const Named& f :
+                     functions_of(info->dlpi_name, info->dlpi_addr, SHT_DYNSYM, {"dlopen"})) {
+                    if (f.name != "dlopen") continue;
+                    *static_cast<Open*>(data) = reinterpret_cast<Open>(f.address);
+                    return 1;
+                }
+                return 0;
+            },
+            &found);
+        return found;
+    }();
+    if (!open_library) return nullptr;
+    void* opened = open_library(path, mode);
+    if (opened) {
+        std::lock_guard lock(the_lock);
+        look_at_new_libraries();
+    }
+    return opened;
+}

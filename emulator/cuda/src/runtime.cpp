@@ -244,61 +244,85 @@ RUNTIME_CALL(cudaDeviceSynchronize, ()) {
     return call("cudaDeviceSynchronize", [](StandIn& s) { s.synchronize(s.current_context()); });
 }
 
+namespace {
+
+// What all versions of the structure have.
+template <class Properties>
+void describe(const StandIn& s, Device device, Properties& p) {
+    auto of = [&](int attribute) {
+        return device_attribute(s.chip(), s.num_sms(), device, attribute);
+    };
+    p = {};
+    std::strncpy(p.name, s.chip().title, sizeof p.name - 1);
+    std::memcpy(p.uuid.bytes, "deep_moe emu\0\0\0", 16);
+    p.uuid.bytes[15] = static_cast<unsigned char>(device);
+    p.global_bytes = s.memory_bytes;
+    p.shared_per_block = size_t(of(8));
+    p.registers_per_block = of(12);
+    p.warp_size = of(10);
+    p.pitch = size_t(of(11));
+    p.threads_per_block = of(1);
+    for (int i = 0; i < 3; ++i) {
+        p.block[i] = of(2 + i);
+        p.grid[i] = of(5 + i);
+    }
+    p.constant_bytes = size_t(of(9));
+    p.major = of(75);
+    p.minor = of(76);
+    p.texture_alignment = size_t(of(14));
+    p.texture_pitch_alignment = size_t(of(51));
+    p.num_sms = of(16);
+    p.maps_host = of(19);
+    p.concurrent_kernels = of(31);
+    p.ecc = of(32);
+    p.pci_bus = of(33);
+    p.copy_engines = of(40);
+    p.unified = of(41);
+    p.bus_bits = of(37);
+    p.l2_bytes = of(38);
+    p.threads_per_sm = of(39);
+    p.priorities = of(78);
+    p.global_l1 = of(79);
+    p.local_l1 = of(80);
+    p.shared_per_sm = size_t(of(81));
+    p.registers_per_sm = of(82);
+    p.managed = of(83);
+    p.concurrent_managed = of(89);
+    p.preemption = of(90);
+    p.host_pointer_of_registered = of(91);
+    p.cooperative = of(95);
+    p.shared_per_block_optin = size_t(of(97));
+    p.ctas_per_sm = of(106);
+    p.reserved_shared = size_t(of(111));
+    p.host_register = of(99);
+    p.pools = of(115);
+    p.clusters = of(120);
+    p.function_pointers = of(129);
+}
+
+}  // namespace
+
 RUNTIME_CALL(cudaGetDeviceProperties, (DeviceProperties * p, Device asked)) {
     start();
     return finish(guarded("cudaGetDeviceProperties", [&](StandIn& s) {
         s.check_device(asked);
         if (!p) throw Failure{invalid_value, ""};
-        auto of = [&](int attribute) {
-            return device_attribute(s.chip(), s.num_sms(), asked, attribute);
-        };
-        *p = {};
-        std::strncpy(p->name, s.chip().title, sizeof p->name - 1);
-        std::memcpy(p->uuid.bytes, "deep_moe emu\0\0\0", 16);
-        p->uuid.bytes[15] = static_cast<unsigned char>(asked);
-        p->global_bytes = s.memory_bytes;
-        p->shared_per_block = size_t(of(8));
-        p->registers_per_block = of(12);
-        p->warp_size = of(10);
-        p->pitch = size_t(of(11));
-        p->threads_per_block = of(1);
-        for (int i = 0; i < 3; ++i) {
-            p->block[i] = of(2 + i);
-            p->grid[i] = of(5 + i);
-        }
-        p->constant_bytes = size_t(of(9));
-        p->major = of(75);
-        p->minor = of(76);
-        p->texture_alignment = size_t(of(14));
-        p->texture_pitch_alignment = size_t(of(51));
-        p->num_sms = of(16);
-        p->maps_host = of(19);
-        p->concurrent_kernels = of(31);
-        p->ecc = of(32);
-        p->pci_bus = of(33);
-        p->copy_engines = of(40);
-        p->unified = of(41);
-        p->bus_bits = of(37);
-        p->l2_bytes = of(38);
-        p->threads_per_sm = of(39);
-        p->priorities = of(78);
-        p->global_l1 = of(79);
-        p->local_l1 = of(80);
-        p->shared_per_sm = size_t(of(81));
-        p->registers_per_sm = of(82);
-        p->managed = of(83);
-        p->concurrent_managed = of(89);
-        p->preemption = of(90);
-        p->host_pointer_of_registered = of(91);
-        p->cooperative = of(95);
-        p->shared_per_block_optin = size_t(of(97));
-        p->ctas_per_sm = of(106);
-        p->reserved_shared = size_t(of(111));
-        p->host_register = of(99);
-        p->pools = of(115);
-        p->clusters = of(120);
-        p->function_pointers = of(129);
+        describe(s, asked, *p);
         p->numa_id = p->host_numa = -1;
+    }));
+}
+
+// As programs of CUDA 12 call it.
+RUNTIME_CALL(cudaGetDeviceProperties_v2, (DeviceProperties12 * p, Device asked)) {
+    start();
+    return finish(guarded("cudaGetDeviceProperties", [&](StandIn& s) {
+        s.check_device(asked);
+        if (!p) throw Failure{invalid_value, ""};
+        describe(s, asked, *p);
+        p->clock_khz = s.chip().clock_khz;
+        p->memory_khz = s.chip().memory_clock_khz;
+        p->overlaps_copies = 1;
+        p->double_ratio = 2;
     }));
 }
 

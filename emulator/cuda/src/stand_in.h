@@ -232,12 +232,17 @@ std::string words(const char* format, ...) __attribute__((format(printf, 1, 2)))
 std::string quoted(const std::string& text);  // as JSON
 void tell(const std::string& text);           // on stderr
 
+// Programs load NVRTC when they like; the driver's calls look for it (interpose.cpp). The lock is
+// held.
+void look_at_new_libraries();
+
 // Runs a call of the driver: one at a time, failures become results.
 template <class F>
 Result guarded(const char* call, F f) {
     std::lock_guard lock(the_lock);
     try {
         if (!has_started()) return not_initialized;
+        look_at_new_libraries();
         f(stand_in());
         return success;
     } catch (const Failure& failure) {

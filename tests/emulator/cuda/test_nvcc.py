@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,20 @@ def test_a_stripped_program_learns_what_to_do(tmp_path: Path):
     result, _ = run(program, tmp_path)
     assert result.status == 1
     assert any("-cudart shared" in call.text for call in result.calls)
+
+
+LOADER = """
+import ctypes, sys
+numbers = (ctypes.c_int * 32)(*range(32))
+print(ctypes.CDLL(sys.argv[1]).add_one(numbers), list(numbers)[:3])
+"""
+
+
+def test_a_library_that_is_loaded_later_runs_too(tmp_path: Path):
+    library = compiled("-shared", "-Xcompiler", "-fPIC", *TO_PTX, name="library.cu")
+    output = tmp_path / "printed.txt"
+    with output.open("w") as stream:
+        command = [sys.executable, "-c", LOADER, str(library)]
+        result = run_program(command, timeout=120, stdout=stream)
+    assert (result.status, output.read_text()) == (0, "0 [1, 2, 3]\n")
+    assert (result.findings, result.launches) == ((), 1)

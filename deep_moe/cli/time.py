@@ -121,7 +121,7 @@ def time(
 
     with stderr().status("simulating") as status:
 
-        def simulate(what: str, *, traced: bool) -> SimulatedCall:
+        def simulate(what: str, *, traced: bool, mirrored: bool | None) -> SimulatedCall:
             def progress(num_instructions: int) -> None:
                 status.update(f"{what}: {num_instructions / 1e6:.0f} million warp instructions")
 
@@ -131,14 +131,18 @@ def time(
                 on,
                 seed=seed,
                 traced=traced,
+                mirrored=mirrored,
                 progress=progress,
                 activation=applied,
                 num_sms=sms,
                 overrides=overrides,
             )
 
-        call = simulate("simulating", traced=False)
-        recorded = simulate("simulating the phases", traced=True) if phases else None
+        call = simulate("simulating", traced=False, mirrored=None)
+        recorded = None
+        if phases:  # of as many ranks
+            mirrored = len(call.launches) < shape.num_ranks
+            recorded = simulate("simulating the phases", traced=True, mirrored=mirrored)
     facts = facts_of(call)
     of_phases = None
     if recorded is not None:

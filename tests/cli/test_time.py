@@ -75,6 +75,13 @@ def test_each_phase_has_what_bounds_it(tmp_path: Path):
     assert invoke("time", *words, "--no-phases", "--html", str(page)).exit_code == 2
 
 
+def test_phases_of_mirrored_ranks_are_those_of_one():
+    words = [*SMALL, "--ranks", "4", "--tokens", "16", "--num-sms", "4", "--json"]
+    found = json.loads(invoke("time", *words).stdout)
+    assert len(found["us_of_ranks"]) == 1  # its peers do the same
+    assert found["phases"][-1]["end_us"] == pytest.approx(found["kernel_us"], rel=0.25)
+
+
 def test_a_trace_of_a_chip_is_in_microseconds(tmp_path: Path):
     file, page = tmp_path / "call.json", tmp_path / "call.html"
     words = ["--tokens", "4", "--num-sms", "4", "--chip", "h100", "--json"]

@@ -328,6 +328,27 @@ def deep_gemm_call(name: str, mma_type: str, weights: str) -> Call:
     return getattr(deep_gemm, name), {**arguments, "activation": "swiglu", "fast_math": True}
 
 
+def elastic_buffer() -> deep_ep.ElasticBuffer:
+    return deep_ep.ElasticBuffer(
+        None, num_max_tokens_per_rank=T, hidden=H, num_topk=K, device="cpu"
+    )
+
+
+def elastic_dispatch() -> Call:
+    given = {"x": bf16(T, H), **routing(), "num_experts": E, "expert_alignment": 8}
+    stats = {"cumulative_local_expert_recv_stats": torch.zeros(E, dtype=torch.int32)}
+    flags = {"do_handle_copy": True, "do_expand": True, "use_tma_aligned_col_major_sf": False}
+    return elastic_buffer().dispatch, {**given, **stats, **flags}
+
+
+def elastic_combine() -> Call:
+    buffer = elastic_buffer()
+    rows, _, weights, handle, _ = buffer.dispatch(
+        bf16(T, H), **routing(), num_experts=E, do_expand=True
+    )
+    return buffer.combine, {"x": rows, "handle": handle, "topk_weights": weights}
+
+
 def deep_gemm_pre_dispatch() -> Call:
     function, given = deep_gemm_buffer()
     buffer = function(**given)
@@ -424,6 +445,8 @@ CALLS: dict[str, Callable[[], Call]] = {
     "dequantize_nvfp4": lambda: dequantize(deep_moe.quantize_nvfp4, deep_moe.dequantize_nvfp4),
     "deep_ep.Buffer.low_latency_dispatch": deep_ep_dispatch,
     "deep_ep.Buffer.low_latency_combine": deep_ep_combine,
+    "deep_ep.ElasticBuffer.dispatch": elastic_dispatch,
+    "deep_ep.ElasticBuffer.combine": elastic_combine,
     "deep_gemm.fp8_fp4_mega_moe": lambda: deep_gemm_call("fp8_fp4_mega_moe", "fp8xfp4", "mxfp4"),
     "deep_gemm.fp8_mega_moe": lambda: deep_gemm_call("fp8_mega_moe", "fp8xfp8", "fp8"),
     "deep_gemm.bf16_mega_moe": lambda: deep_gemm_call("bf16_mega_moe", "bf16xbf16", "bf16"),

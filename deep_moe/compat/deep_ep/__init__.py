@@ -1,4 +1,4 @@
-"""DeepEP's low-latency all-to-all, by its names, arguments and results, run by deep_moe.
+"""DeepEP's all-to-alls, by their names, arguments and results, run by deep_moe.
 
 >>> import torch
 >>> import deep_moe.compat.deep_ep as deep_ep
@@ -15,8 +15,9 @@
 >>> buffer.destroy()
 
 Code that says `import deep_ep` finds it behind
-`sys.modules["deep_ep"] = deep_moe.compat.deep_ep`. There is the low-latency part of version 1, on
-one NVLink domain; the rest is refused in words. docs/split.md says what differs.
+`sys.modules["deep_ep"] = deep_moe.compat.deep_ep`. There is the low-latency part of version 1,
+`Buffer`, and dispatch and combine of version 2 with expanded rows, `ElasticBuffer`, on one NVLink
+domain; the rest is refused in words. docs/split.md says what differs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 
 from . import utils
 from .buffer import Buffer, Config, LowLatencyHandle
+from .elastic import ElasticBuffer, EPHandle
 from .utils import EventHandle, EventOverlap
 
 topk_idx_t = torch.int64  # the type of expert ids, for who asks
@@ -34,6 +36,8 @@ topk_idx_t = torch.int64  # the type of expert ids, for who asks
 __all__ = [
     "Buffer",
     "Config",
+    "EPHandle",
+    "ElasticBuffer",
     "EventHandle",
     "EventOverlap",
     "LowLatencyHandle",
@@ -43,6 +47,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(
-        f"module {__name__!r} has no attribute {name!r}: it is DeepEP's low-latency all-to-all, "
+        f"module {__name__!r} has no attribute {name!r}: it is DeepEP's all-to-alls, "
         f"{', '.join(__all__)}"
     )

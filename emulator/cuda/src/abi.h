@@ -10,6 +10,7 @@ namespace deep_moe::cuda {
 struct Context;
 struct Event;
 struct Function;
+struct Graph;
 struct Library;
 struct Pool;
 struct Stream;
@@ -31,6 +32,7 @@ enum Result : int {
     invalid_ptx = 218,
     file_not_found = 301,
     invalid_handle = 400,
+    illegal_state = 401,
     not_found = 500,
     not_ready = 600,
     illegal_address = 700,
@@ -46,6 +48,7 @@ enum Result : int {
     launch_failed = 719,
     cooperative_launch_too_large = 720,
     not_supported = 801,
+    capture_unsupported = 900,
     unknown_error = 999,
 };
 

@@ -46,7 +46,7 @@ void copy(StandIn& s, uint64_t to, uint64_t from, size_t size, Direction directi
                      size);
     });
     // What goes to plain host memory is there when the call returns.
-    finish(s, stream, waits || !is_stable(s, to));
+    finish(s, stream, waits || (!is_stable(s, to) && !stream.capture));
 }
 
 void fill(StandIn& s, uint64_t to, size_t pitch, uint64_t value, size_t value_bytes, size_t width,

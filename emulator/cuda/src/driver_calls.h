@@ -59,6 +59,14 @@ int cuStreamGetPriority(Stream* stream, int* priority);
 int cuStreamGetId(Stream* stream, unsigned long long* id);
 int cuStreamGetDevice(Stream* stream, Device* device);
 int cuStreamWaitEvent(Stream* stream, Event* event, unsigned flags);
+int cuStreamBeginCapture_v2(Stream* stream, int mode);
+int cuStreamEndCapture(Stream* stream, Graph** graph);
+int cuGraphInstantiateWithFlags(Graph** executable, Graph* graph, unsigned long long flags);
+int cuGraphExecUpdate_v2(Graph* executable, Graph* graph, int* result);
+int cuGraphLaunch(Graph* executable, Stream* stream);
+int cuGraphGetNodes(Graph* graph, void** nodes, size_t* count);
+int cuGraphDestroy(Graph* graph);
+int cuGraphExecDestroy(Graph* executable);
 int cuStreamIsCapturing(Stream* stream, int* status);
 int cuStreamAddCallback(Stream* stream, void (*function)(Stream*, int, void*), void* data,
                         unsigned flags);

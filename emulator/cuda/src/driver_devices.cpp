@@ -11,12 +11,6 @@ namespace {
 
 constexpr int driver_version = 13000;
 
-template <class T>
-T& out(T* pointer) {
-    if (!pointer) throw Failure{invalid_value, ""};
-    return *pointer;
-}
-
 void make_current(Context* context) {
     if (current_contexts.empty())
         current_contexts.push_back(context);
@@ -397,6 +391,7 @@ constexpr ResultName result_names[] = {
     {218, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed"},
     {301, "CUDA_ERROR_FILE_NOT_FOUND", "file not found"},
     {400, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {401, "CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the present state"},
     {500, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {600, "CUDA_ERROR_NOT_READY", "device not ready"},
     {700, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
@@ -414,6 +409,8 @@ constexpr ResultName result_names[] = {
     {719, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {720, "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE", "too many blocks in cooperative launch"},
     {801, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+     "operation not permitted when stream is capturing"},
     {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 

@@ -8,16 +8,6 @@ using namespace deep_moe::cuda;
 
 namespace {
 
-template <class T>
-T& out(T* pointer) {
-    if (!pointer) throw Failure{invalid_value, ""};
-    return *pointer;
-}
-
-uint64_t address_of(const void* pointer) {
-    return reinterpret_cast<uint64_t>(pointer);
-}
-
 constexpr uint64_t pitch_alignment = 512;
 
 }  // namespace
@@ -376,6 +366,8 @@ DRIVER_CALL(cuMemFreeAsync, (DevicePointer pointer, Stream* stream)) {
     return guarded("cuMemFreeAsync", [&](StandIn& s) {
         if (!pointer) return;
         if (!s.allocations.count(pointer)) throw Failure{invalid_value, "it is no allocation"};
+        // A graph's launches use what was allocated while it was captured.
+        if (s.stream(stream).capture) return;
         s.enqueue(s.stream(stream), [&s, pointer] { s.release(pointer); });
     });
 }

@@ -11,12 +11,6 @@ namespace deep_moe::cuda {
 
 namespace {
 
-template <class T>
-T& out(T* pointer) {
-    if (!pointer) throw Failure{invalid_value, ""};
-    return *pointer;
-}
-
 // `extra` of a launch: pairs of what it is and the value.
 void* const extra_end = nullptr;
 void* const extra_pointer = reinterpret_cast<void*>(1);

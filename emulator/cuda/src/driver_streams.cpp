@@ -5,16 +5,6 @@
 
 using namespace deep_moe::cuda;
 
-namespace {
-
-template <class T>
-T& out(T* pointer) {
-    if (!pointer) throw Failure{invalid_value, ""};
-    return *pointer;
-}
-
-}  // namespace
-
 DRIVER_CALL(cuStreamCreateWithPriority, (Stream * *stream, unsigned flags, int priority)) {
     return guarded("cuStreamCreate", [&](StandIn& s) {
         Context& c = s.current_context();
@@ -93,6 +83,11 @@ DRIVER_CALL(cuStreamSetAttribute, (Stream*, int, const void*)) {
 DRIVER_CALL(cuStreamWaitEvent, (Stream * handle, Event* event, unsigned)) {
     return guarded("cuStreamWaitEvent", [&](StandIn& s) {
         Stream& stream = s.stream(handle);
+        // The stream joins the capture in which the event was recorded.
+        if (s.event(event).capture) {
+            stream.capture = s.event(event).capture;
+            return;
+        }
         const std::shared_ptr<Completion> awaited = s.event(event).recorded;
         if (!awaited || awaited->is_done) return;
         s.enqueue(stream, [] {}).is_ready = [awaited] { return awaited->is_done; };
@@ -170,35 +165,6 @@ DRIVER_CALL(cuStreamWriteValue64_v2,
                    [&](StandIn& s) { write_value<uint64_t>(s, s.stream(stream), address, value); });
 }
 
-// ---- capture: nothing is ever captured
-
-DRIVER_CALL(cuStreamIsCapturing, (Stream * stream, int* status)) {
-    return guarded("cuStreamIsCapturing", [&](StandIn& s) {
-        s.stream(stream);
-        out(status) = 0;
-    });
-}
-
-DRIVER_CALL(cuStreamGetCaptureInfo, (Stream * stream, int* status, uint64_t* id)) {
-    return guarded("cuStreamGetCaptureInfo", [&](StandIn& s) {
-        s.stream(stream);
-        out(status) = 0;
-        if (id) *id = 0;
-    });
-}
-
-DRIVER_CALL(cuStreamGetCaptureInfo_v2,
-            (Stream * stream, int* status, uint64_t* id, void**, const void**, size_t* count)) {
-    if (count) *count = 0;
-    return cuStreamGetCaptureInfo(stream, status, id);
-}
-
-DRIVER_CALL(cuStreamGetCaptureInfo_v3, (Stream * stream, int* status, uint64_t* id, void**,
-                                        const void**, const void**, size_t* count)) {
-    if (count) *count = 0;
-    return cuStreamGetCaptureInfo(stream, status, id);
-}
-
 // ---- events
 
 DRIVER_CALL(cuEventCreate, (Event * *event, unsigned flags)) {
@@ -222,6 +188,8 @@ DRIVER_CALL(cuEventDestroy_v2, (Event * event)) {
 DRIVER_CALL(cuEventRecord, (Event * event, Stream* stream)) {
     return guarded("cuEventRecord", [&](StandIn& s) {
         Event& e = s.event(event);
+        e.capture = s.stream(stream).capture;
+        if (e.capture) return;
         Operation& operation = s.enqueue(s.stream(stream), [] {});
         operation.completion = e.recorded = std::make_shared<Completion>();
     });

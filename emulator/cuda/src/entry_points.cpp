@@ -32,6 +32,7 @@ constexpr Form forms[] = {
     {"cuCtxGetDevice", 0, "cuCtxGetDevice"},
     {"cuCtxSynchronize", 13000, "cuCtxSynchronize_v2"},
     {"cuCtxSynchronize", 0, "cuCtxSynchronize"},
+    {"cuGraphInstantiate", 0, "cuGraphInstantiateWithFlags"},
     {"cuStreamGetCaptureInfo", 12030, "cuStreamGetCaptureInfo_v3"},
     {"cuStreamGetCaptureInfo", 11030, "cuStreamGetCaptureInfo_v2"},
     {"cuStreamGetCaptureInfo", 0, "cuStreamGetCaptureInfo"},

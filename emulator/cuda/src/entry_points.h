@@ -10,6 +10,17 @@ struct Registration {
     Registration(const char* name, void* address);
 };
 
+// What a call writes its result to.
+template <class T>
+T& out(T* pointer) {
+    if (!pointer) throw Failure{invalid_value, ""};
+    return *pointer;
+}
+
+inline uint64_t address_of(const void* pointer) {
+    return reinterpret_cast<uint64_t>(pointer);
+}
+
 }  // namespace deep_moe::cuda
 
 #define CALL_OF(result, name, parameters)                                               \

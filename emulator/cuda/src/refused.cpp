@@ -8,14 +8,9 @@ using namespace deep_moe::cuda;
         return guarded(#name, [](StandIn&) { throw Failure{not_supported, why}; }); \
     }
 
-#define GRAPHS "the emulator has no graphs"
-REFUSED(cuStreamBeginCapture_v2, GRAPHS)
+#define GRAPHS "the emulator has graphs that are captured from streams only"
 REFUSED(cuStreamBeginCaptureToGraph, GRAPHS)
-REFUSED(cuStreamEndCapture, GRAPHS)
 REFUSED(cuGraphCreate, GRAPHS)
-REFUSED(cuGraphInstantiateWithFlags, GRAPHS)
-REFUSED(cuGraphInstantiateWithParams, GRAPHS)
-REFUSED(cuGraphLaunch, GRAPHS)
 REFUSED(cuGraphAddKernelNode_v2, GRAPHS)
 REFUSED(cuGraphAddNode_v2, GRAPHS)
 

@@ -380,6 +380,10 @@ CALL_OF(const char*, cudaGetErrorName, (int result)) {
             return "cudaErrorFileNotFound";
         case invalid_handle:
             return "cudaErrorInvalidResourceHandle";
+        case illegal_state:
+            return "cudaErrorIllegalState";
+        case capture_unsupported:
+            return "cudaErrorStreamCaptureUnsupported";
         case not_found:
             return "cudaErrorSymbolNotFound";
         case not_ready:

@@ -24,10 +24,6 @@ Direction direction_of(int kind) {
     }
 }
 
-uint64_t address_of(const void* pointer) {
-    return reinterpret_cast<uint64_t>(pointer);
-}
-
 DevicePointer* device_out(void** pointer) {
     return reinterpret_cast<DevicePointer*>(pointer);
 }
@@ -572,4 +568,47 @@ RUNTIME_CALL(cudaEventSynchronize, (Event * event)) {
 
 RUNTIME_CALL(cudaEventElapsedTime, (float* milliseconds, Event* begin, Event* end)) {
     return forward([&] { return cuEventElapsedTime(milliseconds, begin, end); });
+}
+
+// ---- graphs
+
+RUNTIME_CALL(cudaStreamBeginCapture, (Stream * stream, int mode)) {
+    return forward([&] { return cuStreamBeginCapture_v2(stream, mode); });
+}
+
+RUNTIME_CALL(cudaStreamEndCapture, (Stream * stream, Graph** graph)) {
+    return forward([&] { return cuStreamEndCapture(stream, graph); });
+}
+
+RUNTIME_CALL(cudaGraphInstantiate, (Graph * *executable, Graph* graph, unsigned long long flags)) {
+    return forward([&] { return cuGraphInstantiateWithFlags(executable, graph, flags); });
+}
+
+RUNTIME_CALL(cudaGraphInstantiateWithFlags,
+             (Graph * *executable, Graph* graph, unsigned long long flags)) {
+    return forward([&] { return cuGraphInstantiateWithFlags(executable, graph, flags); });
+}
+
+RUNTIME_CALL(cudaGraphExecUpdate, (Graph * executable, Graph* graph, int* result)) {
+    return forward([&] { return cuGraphExecUpdate_v2(executable, graph, result); });
+}
+
+RUNTIME_CALL(cudaGraphUpload, (Graph*, Stream*)) {
+    return success;
+}
+
+RUNTIME_CALL(cudaGraphLaunch, (Graph * executable, Stream* stream)) {
+    return forward([&] { return cuGraphLaunch(executable, stream); });
+}
+
+RUNTIME_CALL(cudaGraphGetNodes, (Graph * graph, void** nodes, size_t* count)) {
+    return forward([&] { return cuGraphGetNodes(graph, nodes, count); });
+}
+
+RUNTIME_CALL(cudaGraphDestroy, (Graph * graph)) {
+    return forward([&] { return cuGraphDestroy(graph); });
+}
+
+RUNTIME_CALL(cudaGraphExecDestroy, (Graph * executable)) {
+    return forward([&] { return cuGraphExecDestroy(executable); });
 }

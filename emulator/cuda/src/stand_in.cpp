@@ -280,8 +280,14 @@ Operation& StandIn::enqueue(Stream& stream, std::function<void()> act) {
     Operation operation;
     operation.number = ++last_operation;
     operation.act = std::move(act);
-    stream.operations.push_back(std::move(operation));
-    return stream.operations.back();
+    auto& operations = stream.capture ? stream.capture->operations : stream.operations;
+    operations.push_back(std::move(operation));
+    return operations.back();
+}
+
+void StandIn::end_capture(const std::shared_ptr<Graph>& capture) {
+    for (Stream* stream : all_streams())
+        if (stream->capture == capture) stream->capture.reset();
 }
 
 // The legacy stream waits for what was put into blocking streams before, and they for it.
@@ -316,7 +322,11 @@ bool StandIn::run_one_round() {
         while (!s->operations.empty() && !s->operations.front().launch && !is_held(*s)) {
             Operation operation = std::move(s->operations.front());
             s->operations.pop_front();
-            if (!s->context->sticky) operation.act();
+            try {
+                if (!s->context->sticky) operation.act();
+            } catch (const Failure& failure) {
+                report_call("work in a stream", failure);
+            }
             if (operation.completion) {
                 operation.completion->is_done = true;
                 operation.completion->seconds = now_seconds();
@@ -376,6 +386,8 @@ void StandIn::run_kernels(const std::vector<Stream*>& ready) {
 }
 
 void StandIn::synchronize(Stream& stream) {
+    if (stream.capture)
+        throw Failure{capture_unsupported, "a call waits for a stream that is captured"};
     run_all();
     if (stream.context->sticky) throw Failure{stream.context->sticky, ""};
     if (!stream.operations.empty() && !is_running)

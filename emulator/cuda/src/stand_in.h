@@ -57,6 +57,11 @@ struct Operation {
     std::shared_ptr<Completion> completion;
 };
 
+// Captured work, in the order of the calls.
+struct Graph {
+    std::deque<Operation> operations;
+};
+
 struct Stream {
     static constexpr uint64_t mark = 0x6d61657274732e63ull;
     uint64_t magic = mark;
@@ -66,6 +71,7 @@ struct Stream {
     uint64_t id = 0;
     bool is_legacy = false;
     std::deque<Operation> operations;
+    std::shared_ptr<Graph> capture;  // where what comes goes instead
 };
 
 struct Event {
@@ -73,6 +79,7 @@ struct Event {
     uint64_t magic = mark;
     unsigned flags = 0;  // 2: without times
     std::shared_ptr<Completion> recorded;
+    std::shared_ptr<Graph> capture;  // in which it was recorded
 };
 
 struct Context {
@@ -149,6 +156,7 @@ struct StandIn {
     std::set<std::pair<Device, Device>> peers;  // (who, whose memory)
     std::set<Context*> contexts;
     std::set<Event*> events;
+    std::set<Graph*> graphs;
     std::set<Library*> libraries;
     std::vector<std::unique_ptr<Pool>> default_pools;
     std::vector<Pool*> current_pools;
@@ -173,6 +181,7 @@ struct StandIn {
     // ---- streams
     // Puts something at the end of a stream.
     Operation& enqueue(Stream& stream, std::function<void()> act);
+    void end_capture(const std::shared_ptr<Graph>& capture);
     void run_all();                    // all that streams hold
     void synchronize(Stream& stream);  // throws what ended a kernel there
     void synchronize(Context& context);

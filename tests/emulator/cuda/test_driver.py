@@ -50,6 +50,7 @@ def run(scenario: str, image: Path, **options: object) -> tuple[ProgramRun, str]
         "tensor_map",
         "memory",
         "words_in_memory",
+        "graphs",
     ],
 )
 def test_a_program_runs(scenario: str, image: Path):

@@ -322,6 +322,44 @@ void words_in_memory() {
             "a stream that waits for ever");
 }
 
+// A graph of two streams that is captured once and launched twice.
+void graphs() {
+    int n = 32;
+    CUstream first, second;
+    CUevent fork, join;
+    CU(cuStreamCreate, &first, CU_STREAM_NON_BLOCKING);
+    CU(cuStreamCreate, &second, CU_STREAM_NON_BLOCKING);
+    CU(cuEventCreate, &fork, 0);
+    CU(cuEventCreate, &join, 0);
+    CUdeviceptr a = allocate(4 * n), b = allocate(4 * n);
+    CUfunction add = kernel("add"), twice = kernel("twice");
+    CU(cuMemsetD32, a, 1, n);
+    CU(cuStreamBeginCapture, first, CU_STREAM_CAPTURE_MODE_GLOBAL);
+    launch(add, 1, 32, first, {&a, &n});
+    CU(cuEventRecord, fork, first);
+    CU(cuStreamWaitEvent, second, fork, 0);
+    launch(twice, 1, 32, second, {&a, &n});
+    CU(cuEventRecord, join, second);
+    CU(cuStreamWaitEvent, first, join, 0);
+    CU(cuMemcpyDtoDAsync, b, a, 4 * n, first);
+    CUstreamCaptureStatus status;
+    CU(cuStreamIsCapturing, second, &status);
+    require(status == CU_STREAM_CAPTURE_STATUS_ACTIVE, "a stream that joined a capture");
+    require(RESULT(cuStreamSynchronize, first) == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
+            "a wait for a captured stream");
+    CUgraph graph;
+    CUgraphExec executable;
+    CU(cuStreamEndCapture, first, &graph);
+    CU(cuGraphInstantiateWithFlags, &executable, graph, 0);
+    CU(cuGraphDestroy, graph);
+    require(read(a, n)[0] == 1, "what was captured has not run");
+    CU(cuGraphLaunch, executable, first);
+    CU(cuGraphLaunch, executable, first);
+    CU(cuStreamSynchronize, first);
+    require(read(b, n)[31] == 10, "an element");  // ((1 + 1) * 2 + 1) * 2
+    CU(cuGraphExecDestroy, executable);
+}
+
 void out_of_bounds() {
     int n = 1000;
     CUdeviceptr a = allocate(40);
@@ -385,6 +423,7 @@ int main(int, char** argv) {
         {"tensor_map", tensor_map},
         {"memory", memory},
         {"words_in_memory", words_in_memory},
+        {"graphs", graphs},
         {"out_of_bounds", out_of_bounds},
         {"use_after_free", use_after_free},
         {"race", race},

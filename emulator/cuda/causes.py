@@ -161,7 +161,8 @@ def split_suppressed(
         causes: as `group_findings` made them.
         suppressions: as `read_suppressions` read them.
     """
-    reported, suppressed = [], []
+    reported: list[Cause] = []
+    suppressed: list[Cause] = []
     used: set[Suppression] = set()
     for cause in causes:
         meant = [one for one in suppressions if one.matches(cause)]

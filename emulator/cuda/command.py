@@ -28,6 +28,9 @@ from .sarif import sarif_log
 FAIL_LEVELS = ("error", "warning", "never")
 NOT_STARTED = 2
 
+# Typer brings this class along or takes it from click, and exports only what derives from it.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
 # Options come before the program; all that follows is the program's own.
 CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
@@ -217,7 +220,7 @@ def main() -> None:
     except (DeepMoEError, ValueError, OSError) as error:
         print(f"warpcheck: {error}", file=sys.stderr)
         status = NOT_STARTED
-    except typer.BadParameter.__bases__[0] as error:  # of wrong options
+    except _UsageError as error:
         error.show()  # type: ignore[attr-defined]
         status = NOT_STARTED
     sys.exit(status)

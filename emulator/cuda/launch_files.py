@@ -45,7 +45,7 @@ def read_launch_file(path: Path) -> dict[str, Any]:
         content = json.loads(text)
     else:
         try:
-            import tomllib
+            import tomllib  # type: ignore[import-not-found]
         except ImportError:
             raise ValueError(
                 f"{path}: TOML needs Python 3.11 or newer; a .json file with the same content does"

@@ -16,6 +16,7 @@ from .smem_layout import NUM_COMBINE_SLOTS, num_combine_bytes
 MIN_STAGES = 2
 MAX_STAGES = 32
 MAX_REGISTERS_PER_CTA = 64512
+REGISTERS_PER_SM = 65536
 MAX_EXPERTS_PER_RANK = 512  # 16 registers of each lane that follows the list of blocks
 # Of a shared expert. Each part has its weights read again, from memory unless they are still in L2:
 # with one m-block each, 256 tokens of deepseek-v4-pro would cost as many reads as 11 experts.
@@ -192,10 +193,13 @@ def check_registers(counts: Mapping[str, int], warps: Sequence[int]) -> None:
         if not 24 <= count <= 256 or count % 8:
             raise ValueError(f"{name} must be a multiple of 8 from 24 to 256; got {count}")
     total = sum(32 * warp * count for warp, count in zip(warps, counts.values(), strict=True))
-    if total > MAX_REGISTERS_PER_CTA:
+    # A CTA is launched with as many for each thread, in steps of 8, as an SM has for all.
+    num_threads = 32 * sum(warps)
+    most = min(MAX_REGISTERS_PER_CTA, REGISTERS_PER_SM // num_threads // 8 * 8 * num_threads)
+    if total > most:
         raise ValueError(
             f"register limit: {', '.join(counts)} = {', '.join(map(str, counts.values()))} need "
-            f"{total} registers; a CTA has at most {MAX_REGISTERS_PER_CTA}"
+            f"{total} registers; a CTA has at most {most}"
         )
 
 

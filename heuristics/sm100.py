@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 
 from deep_moe.tokens import token_format
 
@@ -34,6 +35,10 @@ BLOCK_N = 128
 NUM_DISPATCH_WARPS = 4
 NUM_TENSOR_WARPS = 4  # activation loader, weight loader, MMA, idle
 NUM_TMEM_STAGES = 2
+# Of weights that are decoded: warpgroups that take k-blocks in turn, and blocks of them that tensor
+# memory has beside the widest accumulators.
+NUM_DECODE_WARPS = 8
+NUM_DECODED_SLOTS = 4
 MANY_LOCAL_EXPERTS = 64
 BLOCKS_PER_SM_IN_TURN = 2  # of each layer, where experts have few tokens
 
@@ -72,6 +77,7 @@ OVERRIDABLE = (
     "num_part_m_blocks",
     "num_dispatch_registers",
     "num_loader_registers",
+    "num_decode_registers",
     "num_epilogue_registers",
     "num_combine_chunks",
 )
@@ -83,14 +89,17 @@ ROLES = ("dispatch", "loaders and MMA", "epilogue")
 def warp_roles(fields: ConfigFields) -> dict[str, range]:
     """Which warps of a CTA do what, as the role table of kernels/sm100_mega_moe.cuh has it."""
     loader = int(fields["num_dispatch_warps"])
-    epilogue = loader + NUM_TENSOR_WARPS
-    return {
+    decoder = loader + NUM_TENSOR_WARPS
+    epilogue = decoder + int(fields["num_decode_warps"])
+    roles = {
         "dispatch": range(loader),
         "activation loader": range(loader, loader + 1),
         "weight loader": range(loader + 1, loader + 2),
         "MMA": range(loader + 2, loader + 3),
+        "weight decoder": range(decoder, epilogue),
         "epilogue": range(epilogue, epilogue + int(fields["num_epilogue_warps"])),
     }
+    return {name: warps for name, warps in roles.items() if warps}
 
 
 def choose_tile(expected: Fraction) -> Tile:
@@ -102,8 +111,9 @@ def choose_tile(expected: Fraction) -> Tile:
     return next(tile for tile in TILES if expected <= tile.max_tokens_per_expert)
 
 
-def smem_layout(config: ConfigFields) -> Layout:
-    """Shared memory of a config, given by its fields."""
+def smem_layout(config: ConfigFields, decoded_block_bytes: int) -> Layout:
+    """Shared memory of a config, given by its fields. decoded_block_bytes: as in
+    `choose_fields`."""
     names = (
         "num_experts",
         "hidden",
@@ -117,7 +127,11 @@ def smem_layout(config: ConfigFields) -> Layout:
         "num_tmem_stages",
     )
     tokens = token_format(str(config["token_format"]))
-    return sm100_smem_layout(**{name: int(config[name]) for name in names}, tokens=tokens)
+    return sm100_smem_layout(
+        **{name: int(config[name]) for name in names},
+        tokens=tokens,
+        decoded_block_bytes=decoded_block_bytes,
+    )
 
 
 def tmem_layout(config: ConfigFields) -> Layout:
@@ -127,6 +141,7 @@ def tmem_layout(config: ConfigFields) -> Layout:
     return sm100_tmem_layout(
         **{name: int(config[name]) for name in names},
         num_scale_words=tokens.num_scale_words(tokens.block_k),
+        num_decoded_slots=NUM_DECODED_SLOTS if config["num_decode_warps"] else 0,
     )
 
 
@@ -138,11 +153,13 @@ def choose_fields(
     smem_capacity: int,
     overrides: Mapping[str, int],
     registers: tuple[int, int, int] = USUAL_REGISTERS,
+    decoded_block_bytes: int = 0,
 ) -> tuple[dict[str, int], dict[str, str]]:
     """All fields that are not given by the problem, and the reason of each.
 
     registers: per thread of dispatch, of loaders and MMA, and of the epilogue, where there are not
-    too many experts for that.
+    too many experts for that. decoded_block_bytes: of 128 rows x a k-block of weights that the
+    kernel decodes, what multiplies them included; 0 for weights that it takes as they are.
     """
     choices = FieldChoices(overrides)
     choose = choices.choose
@@ -165,7 +182,21 @@ def choose_fields(
         tile_reason = f"goes with block_m {tile.block_m}"
     block_m = choose("block_m", tile.block_m, tile_reason)
     store_block_m = choose("store_block_m", tile.store_block_m, tile_reason)
-    num_epilogue_warps = choose("num_epilogue_warps", tile.num_epilogue_warps, tile_reason)
+    num_decode_warps = choose(
+        "num_decode_warps",
+        NUM_DECODE_WARPS if decoded_block_bytes else 0,
+        "two warpgroups take k-blocks in turn"
+        if decoded_block_bytes
+        else "the tensor core takes weights as they are",
+    )
+    num_epilogue_warps = choose(
+        "num_epilogue_warps",
+        *(
+            (4, f"those of the {num_decode_warps} warps that decode would have no registers")
+            if num_decode_warps
+            else (tile.num_epilogue_warps, tile_reason)
+        ),
+    )
     _check_epilogue(block_m, store_block_m, num_epilogue_warps)
     choose_blocks(
         shape,
@@ -175,14 +206,17 @@ def choose_fields(
     )
 
     choose("num_dispatch_warps", NUM_DISPATCH_WARPS, "fixed")
-    num_threads = 32 * (NUM_DISPATCH_WARPS + NUM_TENSOR_WARPS + num_epilogue_warps)
+    num_threads = 32 * (
+        NUM_DISPATCH_WARPS + NUM_TENSOR_WARPS + num_decode_warps + num_epilogue_warps
+    )
     choose(
         "num_threads",
         num_threads,
         f"{NUM_DISPATCH_WARPS} dispatch + {NUM_TENSOR_WARPS} loader, MMA and idle + "
-        f"{num_epilogue_warps} epilogue warps",
+        + (f"{num_decode_warps} decode + " if num_decode_warps else "")
+        + f"{num_epilogue_warps} epilogue warps",
     )
-    _choose_registers(shape, num_epilogue_warps, choices, registers)
+    _choose_registers(shape, num_decode_warps, num_epilogue_warps, choices, registers)
 
     choose("block_m_step", block_m, "all m-blocks have the same size")
     choose("min_block_m", block_m, "all m-blocks have the same size")
@@ -191,15 +225,18 @@ def choose_fields(
     choose(
         "num_tmem_columns",
         tmem.num_bytes,
-        f"{'accumulators and scales' if shape.tokens.has_scales else 'accumulators'}, "
-        "up to a power of two",
+        "accumulators"
+        + (" and scales" if shape.tokens.has_scales else "")
+        + (" and decoded weights" if num_decode_warps else "")
+        + ", up to a power of two",
     )
 
     choose_shared_parts(shape, choices)
     choose_ring(shape, choices, sf_columns_per_block=align_up(block_m, BLOCK_N))
     choose_turns(shape, expected, choices, blocks_per_sm=BLOCKS_PER_SM_IN_TURN, is_dealt_out=True)
-    choose_stages(shape, smem_capacity, smem_layout, choices)
-    choose_combine_chunks(shape, smem_layout, choices)
+    smem = partial(smem_layout, decoded_block_bytes=decoded_block_bytes)
+    choose_stages(shape, smem_capacity, smem, choices)
+    choose_combine_chunks(shape, smem, choices)
     return choices.fields, choices.reasons
 
 
@@ -227,21 +264,31 @@ def _check_epilogue(block_m: int, store_block_m: int, num_epilogue_warps: int) -
 
 def _choose_registers(
     shape: MoEShape,
+    num_decode_warps: int,
     num_epilogue_warps: int,
     choices: FieldChoices,
     registers: tuple[int, int, int],
 ) -> None:
+    num_decode_registers = 80 if num_decode_warps else 0
     if shape.num_experts_per_rank > MANY_LOCAL_EXPERTS:
-        registers = (96, 88, 160)
+        registers = (96, 88, 136 if num_decode_warps else 160)
         reason = f"more than {MANY_LOCAL_EXPERTS} local experts: counts take dispatch registers"
     else:
         reason = f"at most {MANY_LOCAL_EXPERTS} local experts: the epilogue gets the most"
-    names = ("num_dispatch_registers", "num_loader_registers", "num_epilogue_registers")
-    counts = {
-        name: choices.choose(name, value, reason)
-        for name, value in zip(names, registers, strict=True)
-    }
-    check_registers(counts, (NUM_DISPATCH_WARPS, NUM_TENSOR_WARPS, num_epilogue_warps))
+    groups = (
+        ("num_dispatch_registers", registers[0], NUM_DISPATCH_WARPS),
+        ("num_loader_registers", registers[1], NUM_TENSOR_WARPS),
+        ("num_decode_registers", num_decode_registers, num_decode_warps),
+        ("num_epilogue_registers", registers[2], num_epilogue_warps),
+    )
+    chosen = [
+        (name, choices.choose(name, count, reason if num_warps else "no warp decodes"), num_warps)
+        for name, count, num_warps in groups
+    ]
+    present = [group for group in chosen if group[2]]
+    check_registers(
+        {name: count for name, count, _ in present}, [num_warps for *_, num_warps in present]
+    )
 
 
 def candidates(shape: MoEShape, chosen: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

@@ -35,8 +35,10 @@ def sm100_smem_layout(
     num_stages: int,
     num_tmem_stages: int,
     tokens: TokenFormat,
+    decoded_block_bytes: int = 0,
 ) -> Layout:
-    """The SM100 kernel's. tokens: what tokens and Linear1's output are."""
+    """The SM100 kernel's. tokens: what tokens and Linear1's output are. decoded_block_bytes: of a
+    stage's weights where these are decoded, else 0."""
     num_warpgroups = num_epilogue_warps // 4
     l1_row_bytes = tokens.num_bytes(block_n // 2)
     l1_staging_bytes = num_warpgroups * store_block_m * l1_row_bytes * 2  # double buffer
@@ -67,13 +69,13 @@ def sm100_smem_layout(
         "this CTA's half of the token tile, 128-byte swizzle",
         alignment=SWIZZLE_ALIGNMENT,
     )
-    add(
-        "weights",
-        "u8",
-        (num_stages, block_n, tokens.num_bytes(block_k)),
-        "this CTA's weight rows, a value as long as a token's, 128-byte swizzle",
-        alignment=SWIZZLE_ALIGNMENT,
-    )
+    if decoded_block_bytes:
+        weights: tuple[int, ...] = (num_stages, decoded_block_bytes)
+        purpose = "this CTA's weight rows, as they are decoded from"
+    else:
+        weights = (num_stages, block_n, tokens.num_bytes(block_k))
+        purpose = "this CTA's weight rows, a value as long as a token's, 128-byte swizzle"
+    add("weights", "u8", weights, purpose, alignment=SWIZZLE_ALIGNMENT)
     if tokens.has_scales:
         num_words = tokens.num_scale_words(block_k)
         # Beside tokens with one scale those of weights are all 1.
@@ -105,6 +107,11 @@ def sm100_smem_layout(
         ("pull_barriers", num_dispatch_warps, "token has arrived in the pull buffer"),
         ("full_barriers", num_stages, "stage is loaded"),
         ("empty_barriers", num_stages, "stage may be overwritten"),
+        *(
+            [("weight_barriers", num_stages, "the stage's weights are there to decode")]
+            if decoded_block_bytes
+            else []
+        ),
         ("tmem_full_barriers", num_tmem_stages, "accumulator is complete"),
         ("tmem_empty_barriers", num_tmem_stages, "accumulator has been read"),
         ("combine_barriers", 2 * num_epilogue_warps, "contribution has arrived"),

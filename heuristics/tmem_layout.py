@@ -6,13 +6,19 @@ from .segments import Layout, Segment, align_up
 
 MAX_COLUMNS = 512
 MIN_COLUMNS = 32
+DECODED_COLUMNS = 32  # of a k-block of 64 BF16 values
 
 
 def sm100_tmem_layout(
-    *, block_m: int, block_n: int, num_tmem_stages: int, num_scale_words: int = 1
+    *,
+    block_m: int,
+    block_n: int,
+    num_tmem_stages: int,
+    num_scale_words: int = 1,
+    num_decoded_slots: int = 0,
 ) -> Layout:
     """Accumulators, then, if they have some, the scales of tokens and of weights (a column holds 32
-    scale rows), so many words of each row for a k-block.
+    scale rows), so many words of each row for a k-block, or so many blocks of decoded weights.
 
     The allocation is a power of two.
 
@@ -31,7 +37,19 @@ def sm100_tmem_layout(
         ),
         ("weight_sf", (num_scale_words, block_n // 32), "u32", "scales of weight rows"),
     )
-    return column_layout((results, *(scales if num_scale_words else ())))
+    decoded = (
+        "decoded_weights",
+        (num_decoded_slots, DECODED_COLUMNS),
+        "u32",
+        "decoded weights, a lane of them for each row",
+    )
+    return column_layout(
+        (
+            results,
+            *(scales if num_scale_words else ()),
+            *((decoded,) if num_decoded_slots else ()),
+        )
+    )
 
 
 class TmemLayout(Layout):

@@ -40,7 +40,7 @@ def usual_pairs(arch: str) -> list[str]:
 def has_pair(arch: str, pair: str) -> bool:
     """Whether a target has a kernel for it.
 
-    >>> has_pair("sm_90a", "mxfp4 x bf16"), has_pair("sm_100a", "mxfp4 x bf16")
+    >>> has_pair("sm_90a", "fp8 x fp8_128"), has_pair("sm_100a", "fp8 x fp8_128")
     (True, False)
     """
     own = formats(pair)

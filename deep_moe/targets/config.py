@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from deep_moe.activations import Activation, activation_of
 from deep_moe.heuristics.segments import Layout, align_up
@@ -32,6 +32,14 @@ class Decision:
     reasons: Mapping[str, str]
     tuning: Tuning | None
     tuning_result: TuningResult
+
+
+class RoleRegisters(NamedTuple):
+    """Warps of a CTA that have as many registers per thread."""
+
+    role: str
+    num_warps: int
+    num_registers: int
 
 
 @dataclass(frozen=True)
@@ -181,9 +189,15 @@ class MegaMoEConfig:
         return self.target.candidates(self.shape.padded, self.tunable)
 
     @property
-    def roles(self) -> tuple[str, str, str]:
-        """What the warps do that have dispatch, loader and epilogue registers."""
-        return self.target.roles
+    def role_registers(self) -> tuple[RoleRegisters, ...]:
+        """The warps of a CTA in the order of their numbers, by their registers."""
+        dispatch, loaders, epilogue = self.target.roles
+        num_others = self.num_threads // 32 - self.num_dispatch_warps - self.num_epilogue_warps
+        return (
+            RoleRegisters(dispatch, self.num_dispatch_warps, self.num_dispatch_registers),
+            RoleRegisters(loaders, num_others, self.num_loader_registers),
+            RoleRegisters(epilogue, self.num_epilogue_warps, self.num_epilogue_registers),
+        )
 
     @property
     def warp_roles(self) -> dict[str, range]:

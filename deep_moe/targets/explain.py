@@ -179,19 +179,9 @@ def _map_rows(layout: Layout) -> tuple[MapRow, ...]:
 
 
 def _register_rows(config: MegaMoEConfig) -> tuple[RegisterRow, ...]:
-    num_tensor_warps = (
-        config.num_threads // 32 - config.num_dispatch_warps - config.num_epilogue_warps
-    )
-    warps = (config.num_dispatch_warps, num_tensor_warps, config.num_epilogue_warps)
-    registers = (
-        config.num_dispatch_registers,
-        config.num_loader_registers,
-        config.num_epilogue_registers,
-    )
-    groups = zip(config.roles, warps, registers, strict=True)
     return tuple(
         RegisterRow(role, num_warps, count, 32 * num_warps * count)
-        for role, num_warps, count in groups
+        for role, num_warps, count in config.role_registers
     )
 
 

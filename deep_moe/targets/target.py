@@ -197,7 +197,8 @@ class Target(ABC):
         self, weights: str = DEFAULT_WEIGHTS, token_format: str | None = None
     ) -> TargetWeights:
         """What the target does with such weights beside such tokens, or a ValueError. By default
-        tokens are those that go with the weights or, where it does not take these, its first."""
+        tokens are those of a buffer for such weights or, where there is no kernel for these, the
+        target's first."""
         names = dict.fromkeys(pair.weights for pair in self.weights)
         check_weights_name(weights, names, f" on {self.name}")
         allowed = self.token_formats(weights)
@@ -220,14 +221,14 @@ class Target(ABC):
         return tuple(pair.token_format for pair in self.weights if pair.weights == weights)
 
     def usual_token_format(self, weights: str) -> str:
-        """Of tokens beside weights of a format where nothing is said: those that go with the
-        weights anywhere, or, where there is no kernel for these, the first that there is one for.
+        """Of tokens beside a model's weights where its user says nothing: the first that there is a
+        kernel for, or, where there is none, those that go with the weights on other targets.
 
         Args:
             weights: the format's name.
         """
-        usual, known = default_token_format(weights), self.token_formats(weights)
-        return usual if usual in known or not known else known[0]
+        known = self.token_formats(weights)
+        return known[0] if known else default_token_format(weights)
 
     @property
     def header(self) -> str:

@@ -97,6 +97,9 @@ def _cases() -> Iterator[Case]:
     yield fused("sm_100a", "fp8 x fp8_token", **_PREPARED, slots="named twice", **_BIASED)
     yield fused("sm_100a", "mxfp8 x mxfp8", **_EMPTY, slots="unused")
     yield fused("sm_90a", "int4 x bf16", **_PREPARED, tile=2, slots="unused")
+    yield fused("sm_100a", "mxfp4 x bf16", **_RING, tile=2, y="added to")
+    yield fused("sm_100a", "nvfp4 x bf16", **_EMPTY, **_BIASED, tile=3)
+    yield fused("sm_100a", "int4 x bf16", **_PREPARED, values="NaN", tile=1, **_LIMITED)
     yield fused("sm_90a", "mxfp8 x bf16", **_RING, tile=0)
     yield split("sm_90a", "mxfp4 x mxfp8", slots="named twice", **_EMPTY)
     yield split(

@@ -171,7 +171,7 @@ def test_shape_can_be_taken_back_from_the_config():
 def test_kernel_fields_are_numbers_in_declaration_order():
     fields = choose_config(V3, 5).kernel_fields()
     assert next(iter(fields)) == "num_ranks"
-    assert list(fields)[-1] == "num_tmem_columns"  # of this target
+    assert list(fields)[-1] == "num_decode_registers"  # of this target
     assert not {"activation", "arch", "decision"} & set(fields)
     assert all(isinstance(value, (int, float)) for value in fields.values())
 

@@ -278,6 +278,9 @@ def test_tokens_may_be_chosen(monkeypatch):
         ("mxfp4", None, "sm_100a", "mxfp8"),
         ("mxfp4", "mxfp8", "sm_100a", "mxfp8"),
         ("mxfp4", "bf16", "sm_90a", "bf16"),
+        ("mxfp4", "bf16", "sm_103a", "bf16"),
+        ("nvfp4", None, "sm_100a", "nvfp4"),
+        ("nvfp4", "bf16", "sm_100a", "bf16"),
         ("fp8", "fp8_128", "sm_90a", "fp8_128"),
         ("fp8", "fp8_token", "sm_90a", "fp8_token"),
         ("bf16", None, "sm_100a", "bf16"),
@@ -294,9 +297,8 @@ def test_the_tokens_beside_experts(weights, chosen, arch, expected):
 @pytest.mark.parametrize(
     ("weights", "chosen", "arch", "words"),
     [
-        ("mxfp4", "bf16", "sm_103a", "only sm_90a .*, not sm_103a"),
-        ("mxfp4", "bf16", None, "only sm_90a has a kernel, not sm_100a"),
         ("fp8", "fp8_128", "sm_103a", "only sm_90a .*, not sm_103a"),
+        ("fp8", "fp8_128", None, "only sm_90a has a kernel, not sm_100a"),
     ],
 )
 def test_tokens_that_a_target_has_no_kernel_for(weights, chosen, arch, words):

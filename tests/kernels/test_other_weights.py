@@ -23,6 +23,9 @@ KERNELS = (
     ("sm_90a", "mxfp8"),
     ("sm_100a", "fp8"),
     ("sm_100a", "bf16"),
+    ("sm_100a", "mxfp4 x bf16"),
+    ("sm_100a", "nvfp4"),
+    ("sm_100a", "int4"),
     ("sm_100a", "nvfp4 x nvfp4"),
     ("sm_100a", "mxfp8 x mxfp8"),
 )

@@ -404,6 +404,94 @@ SM100_MUTATIONS = (
             ),
         )
     ),
+    # ---- decoded weights
+    *(
+        M(name, edit, catcher, weights=weights, token_format="bf16")
+        for weights, name, edit, catcher in (
+            (
+                "int4",
+                "decoded_into_a_place_in_use",
+                replaced("decoded_slot_free", "num_free == 0", "false"),
+                "race|misuse",
+            ),
+            (
+                "int4",
+                "decoded_behind_products_without_fence",
+                removed("decoded_slot_fence"),
+                "race",
+            ),
+            (
+                "int4",
+                "weights_decoded_before_loaded",
+                replaced("weights_loaded", "ring.parity", "ring.parity ^ 1"),
+                "race|misuse|timeout",
+            ),
+            ("int4", "codes_never_said_to_be_read", removed("codes_read"), "timeout"),
+            (
+                "int4",
+                "codes_of_the_neighbour",
+                replaced("packed_chunk", "+ row)", "+ (row ^ 1))"),
+                "result",
+            ),
+            (
+                "int4",
+                "first_chunk_twice",
+                replaced("chunk_decoded", "chunks[i]", "chunks[0]"),
+                "result",
+            ),
+            (
+                "int4",
+                "chunks_on_top_of_each_other",
+                replaced("chunk_stored", "columns + i", "columns + 0"),
+                "result|misuse",
+            ),
+            (
+                "int4",
+                "products_before_decoded_weights_are_stored",
+                removed("decoded_stored"),
+                "race",
+            ),
+            ("int4", "decoded_without_fence", removed("decoded_fence"), "race"),
+            ("int4", "products_of_decoded_weights_without_fence", removed("mma_fence"), "race"),
+            (
+                "int4",
+                "decoded_told_to_the_own_cta",
+                replaced("decoded_there", "even_", "smem_"),
+                "timeout|misuse|race",
+            ),
+            (
+                "int4",
+                "product_of_one_k_step_of_decoded_weights",
+                replaced("decoded_mma", "weights + i", "weights + 0"),
+                "result",
+            ),
+            (
+                "int4",
+                "block_of_the_first_k_block",
+                replaced("decoded_weight_block", "(block_idx + k_block_idx)", "block_idx"),
+                "result",
+            ),
+            (
+                "int4",
+                "sm100_int4_scale_of_the_first_group",
+                replaced("sm100_int4_scale", "0x3232", "0x1010"),
+                "result",
+            ),
+            (
+                "nvfp4",
+                "sm100_nvfp4_scale_of_every_other_group",
+                replaced("sm100_nvfp4_scale", "group *", "2 * i *"),
+                "result",
+            ),
+        )
+    ),
+    M(
+        "sm100_mxfp4_scale_of_the_first_group",
+        replaced("sm100_mxfp4_scale", "i * 0x0101", "0"),
+        "result",
+        test="test_sm100_decoded::test_tiles",
+        arguments={"pair": "mxfp4 x bf16", "block_m": 16},
+    ),
     # ---- Linear2 epilogue
     M("l2_one_row_too_many", replaced("l2_valid_row", "<", "<="), "race|result|misuse"),
     M("l2_read_before_staged", removed("l2_tile_staged"), "race|misuse"),
@@ -426,7 +514,7 @@ SM100_MUTATIONS = (
     M("combine_unpacks_wrong", replaced("unpacked_low", "<< 16", "<< 15"), "result"),
     # ---- set-up
     M("barriers_without_init_fence", removed("init_fence"), "race"),
-    M("full_barrier_count", replaced("full_init", ", 4", ", 3"), "misuse|race"),
+    M("full_barrier_count", replaced("full_init", "2 +", "1 +"), "misuse|race"),
     M("tmem_empty_barrier_count", replaced("tmem_empty_init", "2 *", ""), "misuse|race"),
     M(
         "set_up_without_cluster_barrier",

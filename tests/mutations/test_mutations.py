@@ -81,6 +81,8 @@ SETTINGS = {
     "sm_90a mxfp8": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
     "sm_90a nvfp4": Setting((96, 61), 2, {**TWO_AHEAD, **FITTED, "num_stages": 3}),
     "sm_100a nvfp4": Setting((96, 29), 4, {**ONE_BY_ONE, "block_m": 96, "num_stages": 3}),
+    # More stages than tensor memory has room for decoded blocks.
+    "sm_100a int4": Setting((96, 29), 4, {**ONE_BY_ONE, "block_m": 96, "num_stages": 5}),
     "sm_100a bf16": Setting((96, 29), 4, {**ONE_BY_ONE, "block_m": 96, "num_stages": 3}),
 }
 
@@ -272,6 +274,8 @@ def test_without_a_bug_nobody_complains(arch: str, schedule: str) -> None:
         ("sm_90a", "nvfp4"),
         ("sm_100a", "bf16"),
         ("sm_100a", "nvfp4 x nvfp4"),
+        ("sm_100a", "nvfp4"),
+        ("sm_100a", "int4"),
     ],
 )
 def test_without_a_bug_nobody_complains_about_other_weights(

@@ -12,6 +12,7 @@ from deep_moe.heuristics.shape import MoEShape
 
 from ..target import ConfigFields, Target
 from .config import Sm100Config
+from .weights import Sm100Weights
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,23 @@ class Sm100(Target):
             smem_capacity=smem_capacity,
             overrides=overrides,
             registers=self.registers,
+            decoded_block_bytes=self._decoded_block_bytes(shape.weights, shape.token_format),
         )
 
     def candidates(self, shape: MoEShape, chosen: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
         return sm100.candidates(shape, chosen)
 
     def smem_layout(self, fields: ConfigFields) -> Layout:
-        return sm100.smem_layout(fields)
+        pair = str(fields["weights"]), str(fields["token_format"])
+        return sm100.smem_layout(fields, self._decoded_block_bytes(*pair))
 
     def tmem_layout(self, fields: ConfigFields) -> Layout:
         return sm100.tmem_layout(fields)
+
+    def _decoded_block_bytes(self, weights: str, token_format: str) -> int:
+        pair = self.weights_of(weights, token_format)
+        assert isinstance(pair, Sm100Weights)
+        return pair.decoded_block_bytes
 
     def warp_roles(self, fields: ConfigFields) -> dict[str, range]:
         return sm100.warp_roles(fields)

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 class Sm100Weights(TargetWeights):
     """data_type: of weights in tensor maps. values_per_element: of those, where they and tokens are
-    packed. gate_step: of runs of gate and up, see `interleave_gate_up`."""
+    packed. gate_step: of runs of gate and up, see `interleave_gate_up`. decoded_block_bytes: of
+    weights that the kernel decodes, see heuristics/sm100.py."""
 
     data_type: ClassVar[DataType]
     values_per_element: ClassVar[int] = 1
     gate_step: ClassVar[int] = 1
+    decoded_block_bytes: ClassVar[int] = 0
     # Few stages, for a small case never comes round the ring of the default.
     fuzz_tiles = (
         {"block_m": 16, "num_stages": 5},
@@ -60,12 +62,21 @@ class Sm100Weights(TargetWeights):
 
     def operands(self, config: MegaMoEConfig, buffer_address: int, l1: Pair, l2: Pair) -> Operands:
         assert isinstance(config, Sm100Config)
-        return Operands(
-            sm100_tensor_maps(
-                config, buffer_address, l1, l2, self.data_type, self.values_per_element
-            ),
-            {},
-        )
+        box = (config.block_k // self.values_per_element, config.block_n)
+
+        def weights(name: str, weight: torch.Tensor) -> TensorMapSpec:
+            return TensorMapSpec.of_rows(
+                weight, self.data_type, name=name, box=box, swizzle=Swizzle.B128
+            )
+
+        maps = sm100_tensor_maps(config, buffer_address, self.values_per_element)
+        maps["l1_weights"] = weights("l1_weights[0]", l1[0])
+        maps["l2_weights"] = weights("l2_weights[0]", l2[0])
+        tokens = config.tokens
+        if tokens.has_scales and not tokens.scales_whole_tokens:
+            maps["l1_weight_sf"] = weight_scales(config, "l1_weights[1]", l1[1])
+            maps["l2_weight_sf"] = weight_scales(config, "l2_weights[1]", l2[1])
+        return Operands(maps, {})
 
     def bias_order(self, num_rows: int, *, is_l1: bool) -> torch.Tensor:
         import torch
@@ -79,19 +90,20 @@ class Sm100Weights(TargetWeights):
         return interleave_gate_up(rows.unsqueeze(0), order, self.gate_step)[0]
 
 
-def sm100_tensor_maps(
-    config: Sm100Config,
-    buffer_address: int,
-    l1_weights: Pair,
-    l2_weights: Pair,
-    weight_type: DataType,
-    values_per_element: int,
-) -> dict[str, TensorMapSpec]:
-    """A spec for each tensor map of KernelArgs: which tile of what each one copies.
+def weight_scales(config: Sm100Config, name: str, sf: torch.Tensor) -> TensorMapSpec:
+    """A map of a layer's scale words."""
+    box = (config.block_n, config.tokens.num_scale_words(config.block_k))
+    return TensorMapSpec.of_rows(sf, DataType.INT32, name=name, box=box)
 
-    buffer_address: this rank's symmetric buffer. l1_weights, l2_weights: as
-    `transform_weights_for_mega_moe` returns them. weight_type: of the values. values_per_element:
-    of tokens and weights, where both are packed.
+
+def sm100_tensor_maps(
+    config: Sm100Config, buffer_address: int, values_per_element: int
+) -> dict[str, TensorMapSpec]:
+    """A spec for each tensor map of KernelArgs but those of weights: which tile of what each one
+    copies.
+
+    buffer_address: this rank's symmetric buffer. values_per_element: of tokens, where they are
+    packed.
     """
     layout = config.symm_buffer_layout
     half_m = config.block_m // 2  # each CTA of a pair loads half of the tokens
@@ -118,19 +130,6 @@ def sm100_tensor_maps(
             swizzle=swizzle,
         )
 
-    def weights(name: str, weight: torch.Tensor) -> TensorMapSpec:
-        return TensorMapSpec.of_rows(
-            weight,
-            weight_type,
-            name=name,
-            box=(block_k, config.block_n),
-            swizzle=Swizzle.B128,
-        )
-
-    def weight_scales(name: str, sf: torch.Tensor) -> TensorMapSpec:
-        box = (config.block_n, num_words)
-        return TensorMapSpec.of_rows(sf, DataType.INT32, name=name, box=box)
-
     data_type = token_data_type(tokens)
     tokens_box = (block_k, half_m)
     # Half of block_n: a pair of gate and up gives one value; without a gate, blocks are stored by
@@ -139,17 +138,11 @@ def sm100_tensor_maps(
     output_swizzle = Swizzle.of_row_bytes(tokens.num_bytes(config.block_n // 2))
     maps = {
         "l1_activations": pool("l1_tokens", data_type, tokens_box, Swizzle.B128),
-        "l1_weights": weights("l1_weights[0]", l1_weights[0]),
         "l1_output": pool("l2_tokens", data_type, output_box, output_swizzle),
         "l2_activations": pool("l2_tokens", data_type, tokens_box, Swizzle.B128),
-        "l2_weights": weights("l2_weights[0]", l2_weights[0]),
     }
     if tokens.has_scales:
         maps["l2_activation_sf"] = pool("l2_token_sf", DataType.INT32, sf_box)
     if tokens.has_scales and not tokens.scales_whole_tokens:
-        maps |= {
-            "l1_activation_sf": pool("l1_token_sf", DataType.INT32, sf_box),
-            "l1_weight_sf": weight_scales("l1_weights[1]", l1_weights[1]),
-            "l2_weight_sf": weight_scales("l2_weights[1]", l2_weights[1]),
-        }
+        maps["l1_activation_sf"] = pool("l1_token_sf", DataType.INT32, sf_box)
     return maps

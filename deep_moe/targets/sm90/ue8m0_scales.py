@@ -54,7 +54,7 @@ class PowersOfTwo:
             low, high = int(lowest[first]) - 127, int(top[first]) - 127
             raise ValueError(
                 f"{name}, row {int(row_idx[first])} must have scales within a factor of "
-                f"2^{self.max_spread} of each other for sm_90a and tokens in BF16; got 2^{low} to "
+                f"2^{self.max_spread} of each other with tokens in BF16; got 2^{low} to "
                 f"2^{high}"
             )
         return top

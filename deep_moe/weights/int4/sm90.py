@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING
 
 from deep_moe.targets.sm90.decoded import Sm90DecodedWeights, bf16_decoded_kind
 
-if TYPE_CHECKING:
-    import torch
+from .rounding import rounded
 
+if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
     from deep_moe.targets.sm90.decoded_blocks import DecodedBlocks
-
-    from ..layers import LayerTensors
 
 
 class Sm90Int4Bf16(Sm90DecodedWeights):
@@ -30,16 +28,7 @@ class Sm90Int4Bf16(Sm90DecodedWeights):
     def numerics(self) -> Numerics:
         from deep_moe.formats.numerics import bf16_numerics
 
-        return bf16_numerics(_rounded)
-
-
-def _rounded(layer: LayerTensors, num_matrices: int) -> torch.Tensor:
-    """A code times its scale is rounded to BF16."""
-    import torch
-
-    from .format import FORMAT
-
-    return FORMAT.dequantize(layer, num_matrices).to(torch.bfloat16).double()
+        return bf16_numerics(rounded)
 
 
 KERNELS = (Sm90Int4Bf16(),)

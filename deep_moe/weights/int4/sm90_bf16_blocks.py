@@ -36,8 +36,7 @@ class Int4Blocks(NibbleBlocks):
         weight, sf = layer
         if bool((sf.abs() > MAX_SCALE).any()):
             raise ValueError(
-                f"{name} must have scales of at most 2^124 for sm_90a; got "
-                f"{sf.abs().max().item():.6g}"
+                f"{name} must have scales of at most 2^124; got {sf.abs().max().item():.6g}"
             )
         words = weight.contiguous().view(torch.int64)
         size = group_size(2 * weight.shape[1], sf.shape[1])

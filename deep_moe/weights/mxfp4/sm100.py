@@ -1,9 +1,11 @@
-"""MXFP4 weights on SM100: a load unpacks 16 values to as many bytes."""
+"""MXFP4 weights on SM100: beside E4M3 tokens a load unpacks 16 values to as many bytes, beside BF16
+tokens the kernel decodes them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deep_moe.targets.sm100.decoded import Sm100DecodedWeights, decoded_block_bytes
 from deep_moe.targets.sm100.weights import Sm100Weights
 from deep_moe.tensor_map import DataType
 
@@ -11,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from deep_moe.formats.numerics import Numerics
+    from deep_moe.targets.sm90.decoded_blocks import NibbleBlocks
 
     from ..layers import LayerWeights, MegaMoEWeights
 
@@ -41,4 +44,24 @@ class Sm100Mxfp4(Sm100Weights):
         return mxfp8_numerics(FORMAT.dequantize)
 
 
-KERNELS = (Sm100Mxfp4(),)
+class Sm100Mxfp4Bf16(Sm100DecodedWeights):
+    weights = "mxfp4"
+    policy = "Mxfp4Bf16Weights"
+    decoded_block_bytes = decoded_block_bytes(2)
+
+    @property
+    def source(self) -> NibbleBlocks:
+        from .sm90_bf16_blocks import BLOCKS
+
+        return BLOCKS
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.numerics import bf16_numerics
+
+        from .format import FORMAT
+
+        return bf16_numerics(FORMAT.dequantize)
+
+
+KERNELS = (Sm100Mxfp4(), Sm100Mxfp4Bf16())

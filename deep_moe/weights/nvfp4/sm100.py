@@ -1,14 +1,16 @@
-"""NVFP4 weights on SM100: `tcgen05.mma` of kind mxf4nvf4, with both operands packed.
+"""NVFP4 weights on SM100: beside NVFP4 tokens `tcgen05.mma` of kind mxf4nvf4, with both operands
+packed; beside BF16 tokens the kernel decodes them.
 
-Of each layer, scales are int32 [E, rows, N]: words of four E4M3 scales, MN-major as of all formats,
-those of a k-block of 256 values together; then a row of floats, by which the products of each
-weight row are multiplied: the scale of its matrix.
+Beside NVFP4 tokens scales of each layer are int32 [E, rows, N]: words of four E4M3 scales,
+MN-major as of all formats, those of a k-block of 256 values together; then a row of floats, by
+which the products of each weight row are multiplied: the scale of its matrix.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deep_moe.targets.sm100.decoded import Sm100DecodedWeights, decoded_block_bytes
 from deep_moe.targets.sm100.weights import Sm100Weights
 from deep_moe.targets.target import Operands
 from deep_moe.tensor_map import DataType
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.targets.config import MegaMoEConfig
+    from deep_moe.targets.sm90.decoded_blocks import NibbleBlocks
     from deep_moe.targets.target import Pair
 
     from ..layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
@@ -145,4 +148,25 @@ def _read(
     )
 
 
-KERNELS = (Sm100Nvfp4(),)
+class Sm100Nvfp4Bf16(Sm100DecodedWeights):
+    weights = "nvfp4"
+    policy = "Nvfp4Bf16Weights"
+    scale_block = (1, 16)
+    decoded_block_bytes = decoded_block_bytes(4)
+
+    @property
+    def source(self) -> NibbleBlocks:
+        from .sm90_bf16_blocks import BLOCKS
+
+        return BLOCKS
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.numerics import bf16_numerics
+
+        from .format import FORMAT
+
+        return bf16_numerics(FORMAT.dequantize, rounds_row_factors=True)
+
+
+KERNELS = (Sm100Nvfp4(), Sm100Nvfp4Bf16())

@@ -38,7 +38,7 @@ class Nvfp4Blocks(E2m1Blocks):
         weight, sf, global_sf = layer
         if bool((global_sf > MAX_GLOBAL_SCALE).any()):
             raise ValueError(
-                f"{name} must have scales of matrices of at most 2^120 for sm_90a; got "
+                f"{name} must have scales of matrices of at most 2^120 with tokens in BF16; got "
                 f"{global_sf.max().item():.6g}"
             )
         words = weight.contiguous().view(torch.int64)

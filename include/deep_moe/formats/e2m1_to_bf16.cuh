@@ -18,10 +18,10 @@ class E2m1ToBf16 {
  public:
     using Fragment = uint32_t[4];
 
-    // A thread's operand of one product, of two rows. Of `word`, bits 0 and 1 of every nibble are
-    // selectors of the first two neighbours of both rows, bits 2 and 3 those of the two 8 further
-    // along k (deep_moe/targets/sm90/e2m1_blocks.py). Bit 2 of a selector names the table.
-    // multipliers: of each row, twice.
+    // A thread's operand of one product. Of `word`, bits 0 and 1 of every nibble are selectors of
+    // the first two registers, bits 2 and 3 those of the other two
+    // (deep_moe/targets/sm90/e2m1_blocks.py). Bit 2 of a selector names the table. multipliers: of
+    // even and of odd registers, twice each; on SM90 those have two rows.
     __device__ __forceinline__ void decode(uint32_t word, const uint32_t (&multipliers)[2],
                                            Fragment& fragment) const {
         constexpr uint32_t upper_tables = 0x40404040;

@@ -12,6 +12,7 @@
 #include "deep_moe/experts/sm100/kernel_args.cuh"
 #include "deep_moe/experts/sm100/mma.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
+#include "deep_moe/experts/sm100/weight_decoder.cuh"
 #include "deep_moe/experts/sm100/weight_loader.cuh"
 #include "deep_moe/formats/equal_scale_bytes.cuh"
 #include "deep_moe/kernels/registers.cuh"
@@ -35,7 +36,8 @@ namespace deep_moe::sm100 {
 //   0 .. 3                dispatch             num_dispatch_registers
 //   4, 5, 6, 7            activation loader, weight loader, MMA, idle
 //                                              num_loader_registers
-//   8 .. 8 + epilogue     epilogue, combine    num_epilogue_registers
+//   num_decode_warps      decode weights       num_decode_registers
+//   num_epilogue_warps    epilogue, combine    num_epilogue_registers
 //
 // Where tokens come from, and what comes behind the epilogues, Config::Tokens says (tokens/).
 template <class Config>
@@ -43,14 +45,18 @@ struct WarpRoles {
     static constexpr uint32_t activation_loader = Config::num_dispatch_warps;
     static constexpr uint32_t weight_loader = activation_loader + 1;
     static constexpr uint32_t mma = activation_loader + 2;
-    static constexpr uint32_t first_epilogue = activation_loader + 4;
+    static constexpr uint32_t first_decode = activation_loader + 4;
+    static constexpr uint32_t first_epilogue = first_decode + Config::num_decode_warps;
     static_assert(Config::num_dispatch_warps == 4, "dispatch is one warpgroup");
     static_assert(Config::num_threads == (first_epilogue + Config::num_epilogue_warps) * warp_size,
-                  "num_threads is dispatch + 4 + epilogue warps");
+                  "num_threads is dispatch + 4 + decode + epilogue warps");
+    static_assert(Config::num_decode_warps == (Config::Weights::is_decoded ? num_decode_warps : 0),
+                  "warps decode weights where these are decoded");
     static_assert((Config::num_dispatch_registers + Config::num_loader_registers) * 128 +
+                          Config::num_decode_registers * Config::num_decode_warps * warp_size +
                           Config::num_epilogue_registers * Config::num_epilogue_warps * warp_size <=
-                      64512,
-                  "register budgets must fit into what an SM has");
+                      min(64512u, launch_registers<Config>* Config::num_threads),
+                  "register budgets must fit into what a CTA is launched with");
 };
 
 // Barriers, tensor memory, descriptors. Ends when both CTAs are ready; returns the TMEM address.
@@ -115,7 +121,7 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
     if (warp_idx < Roles::activation_loader) {
         set_registers<Config, Config::num_dispatch_registers>();
         Config::Tokens::template bring<Config>(args, shared_memory);
-    } else if (warp_idx < Roles::first_epilogue) {
+    } else if (warp_idx < Roles::first_decode) {
         set_registers<Config, Config::num_loader_registers>();
         const SymmBuffer<Config> local = RankBuffers<Config>(args).local();
         Waiter waiter(args);
@@ -127,6 +133,14 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
             issue_mmas(args, smem, local, tmem, waiter);
         }
         sync_compute_done<Config>(waiter);
+    } else if (warp_idx < Roles::first_epilogue) {
+        if constexpr (Config::Weights::is_decoded) {
+            set_registers<Config, Config::num_decode_registers>();
+            Waiter waiter(args);
+            decode_weights(args, smem, RankBuffers<Config>(args).local(),
+                           warp_idx - Roles::first_decode, tmem, waiter);
+            sync_compute_done<Config>(waiter);
+        }
     } else {
         set_registers<Config, Config::num_epilogue_registers>();
         const TokenPlaces<Config> places(args);

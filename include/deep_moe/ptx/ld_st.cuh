@@ -78,6 +78,12 @@ __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
     return value;
 }
 
+__device__ __forceinline__ uint32_t ld_shared_u16(uint32_t address) {
+    uint16_t value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ void st_shared_u16(uint32_t address, uint16_t value) {
     asm volatile("st.shared.u16 [%0], %1;" : : "r"(address), "h"(value) : "memory");
 }

@@ -113,6 +113,24 @@ __device__ __forceinline__ void tcgen05_mma_cta_group2_f16(uint32_t d_tmem, uint
         : "memory");
 }
 
+// The same with A in tensor memory, from this column on: in lane r row r of each CTA's 128, two
+// values along K in a column.
+__device__ __forceinline__ void tcgen05_mma_cta_group2_f16_tmem_a(uint32_t d_tmem, uint32_t a_tmem,
+                                                                  uint64_t b_descriptor,
+                                                                  uint32_t instruction_descriptor,
+                                                                  bool accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %4, 0;\n"
+        "tcgen05.mma.cta_group::2.kind::f16 [%0], [%1], %2, %3, p;\n"
+        "}"
+        :
+        : "r"(d_tmem), "r"(a_tmem), "l"(b_descriptor), "r"(instruction_descriptor),
+          "r"(static_cast<uint32_t>(accumulate))
+        : "memory");
+}
+
 // One arrival on the barrier at this offset in every CTA of `cta_mask` once all earlier copies and
 // MMAs of the executing thread are complete. Implies fence::before_thread_sync. One thread.
 __device__ __forceinline__ void tcgen05_commit_cta_group2_multicast(uint32_t mbarrier,
@@ -146,6 +164,25 @@ __device__ __forceinline__ void tcgen05_wait_ld(float (&values)[num_loads][4]) {
                      : "+f"(values[i][0]), "+f"(values[i][1]), "+f"(values[i][2]),
                        "+f"(values[i][3]));
     }
+}
+
+// Stores 32 lanes x 16 columns of 32 bits: thread t register i to the cell (lane t, column i).
+// Whole warp, within its own quadrant of lanes; complete after tcgen05_wait_st.
+__device__ __forceinline__ void tcgen05_st_32x32b_x16(uint32_t tmem, const uint32_t (&values)[16]) {
+    asm volatile(
+        "tcgen05.st.sync.aligned.32x32b.x16.b32 [%0], "
+        "{%1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16};"
+        :
+        : "r"(tmem), "r"(values[0]), "r"(values[1]), "r"(values[2]), "r"(values[3]), "r"(values[4]),
+          "r"(values[5]), "r"(values[6]), "r"(values[7]), "r"(values[8]), "r"(values[9]),
+          "r"(values[10]), "r"(values[11]), "r"(values[12]), "r"(values[13]), "r"(values[14]),
+          "r"(values[15])
+        : "memory");
+}
+
+// Waits for all earlier TMEM stores of the executing thread. Whole warp.
+__device__ __forceinline__ void tcgen05_wait_st() {
+    asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
 }
 
 // Orders this thread's earlier tcgen05 operations before a following arrive or barrier.

@@ -45,6 +45,8 @@ enum class WaitSite : uint32_t {
     split_contributions = 18,         // rows of another rank's experts, in a split combine
     block_claim = 19,                 // the next blocks of a cluster, from its first CTA
     list_page = 20,                   // a page for a list of tokens, from another CTA of this rank
+    weights_loaded = 21,              // a loaded block of weights, to decode
+    decoded_weights_read = 22,        // products of the weights decoded before, to decode others
 };
 
 struct RankSet {

@@ -147,6 +147,7 @@ class L1Epilogue {
     using Warp = EpilogueWarp<Config>;
     static constexpr bool has_scales = Config::Weights::has_scales;
     static constexpr bool is_fp4 = Config::Weights::values_per_element == 2;
+    static constexpr bool has_token_factors = has_scales && Config::Weights::has_factors;
     // Of a block's values, as many as half of its rows are stored together.
     static constexpr uint32_t num_parts = Config::Activation::has_gate ? 1 : 2;
     static constexpr uint32_t values_per_part = Config::block_n / 2;
@@ -219,7 +220,7 @@ class L1Epilogue {
         if (block.num_valid_rows == 0) return lane_token;
         const uint32_t row = PoolRing<Config>::first_row(block.pool_block_idx) +
                              min(token + warp_.lane_idx, block.num_valid_rows - 1);
-        if constexpr (Config::Weights::has_factors) {
+        if constexpr (has_token_factors) {
             lane_token.factor = *static_cast<const float*>(token_factors(row));
         }
         if constexpr (!weighs_behind_linear2<Config>) {
@@ -237,7 +238,7 @@ class L1Epilogue {
                           __shfl_sync(full_warp, value, lane + 1)};
         };
         TokenPair tokens;
-        if constexpr (Config::Weights::has_factors) tokens.factors = pair_of(lane_token.factor);
+        if constexpr (has_token_factors) tokens.factors = pair_of(lane_token.factor);
         if constexpr (!weighs_behind_linear2<Config>) {
             tokens.topk_weights = pair_of(lane_token.topk_weight);
         }

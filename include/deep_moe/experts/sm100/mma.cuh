@@ -6,6 +6,7 @@
 #include "deep_moe/experts/block_walk.cuh"
 #include "deep_moe/experts/expert_counts.cuh"
 #include "deep_moe/experts/linear.cuh"
+#include "deep_moe/experts/sm100/decoded_weights.cuh"
 #include "deep_moe/experts/sm100/descriptors.cuh"
 #include "deep_moe/experts/sm100/kernel_args.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
@@ -69,6 +70,23 @@ __device__ __forceinline__ void multiply_plain_k_block(const StageDescriptors<Co
                                             plain_instruction_descriptor(format, num_tokens),
                                             accumulates);  //~ bf16_mma
         }
+    }
+}
+
+// One k-block of decoded weights, which lie in tensor memory from `weights` on. One thread.
+template <class Config>
+__device__ __forceinline__ void multiply_decoded_k_block(const StageDescriptors<Config>& first,
+                                                         uint32_t stage, uint32_t weights,
+                                                         uint32_t accumulator, uint32_t num_tokens,
+                                                         bool is_first) {
+    constexpr auto format = static_cast<uint32_t>(cute::UMMA::F16F32Format::BF16);
+    const uint64_t tokens = advance(first.activations, stage, Config::Smem::activations_stride);
+#pragma unroll
+    for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
+        ptx::tcgen05_mma_cta_group2_f16_tmem_a(
+            accumulator, weights + i * (mma_k_bytes / sizeof(uint32_t)),
+            advance(tokens, i, mma_k_bytes), plain_instruction_descriptor(format, num_tokens),
+            !is_first || i > 0);  //~ decoded_mma
     }
 }
 
@@ -144,7 +162,7 @@ __device__ __forceinline__ void multiply_k_block(Phase phase, const StageDescrip
 template <class Config>
 __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& shared_memory,
                            const SymmBuffer<Config>& local, uint32_t tmem, Waiter& waiter) {
-    static_assert(Config::block_n == 128 && Config::Smem::weights_dim2 == 128,
+    static_assert(Config::block_n == 128 && Config::Smem::activations_dim2 == 128,
                   "an MMA takes 128 weight rows from each CTA, a k-block is 128 bytes of each");
     static_assert(Config::block_m % 16 == 0 && Config::block_m >= 16 && Config::block_m <= 256,
                   "block_m is the N of a 2-CTA MMA: a multiple of 16 up to 256");
@@ -171,6 +189,7 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
         __syncwarp();
     }
     RingPosition<Config::num_stages> ring;
+    [[maybe_unused]] RingPosition<num_decoded_slots<Config>> decoded;
     RingPosition<Config::num_tmem_stages> accumulators;
     for (Block block; walk.next(block); accumulators.advance()) {
         trace.mark(TraceStep::await_block, stage_wait.ticks());
@@ -204,13 +223,20 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
             // The same lane every time: a commit covers the operations of the thread that issues
             // it.
             if (ptx::elect_sync()) {
-                multiply_k_block(block.phase, descriptors, ring.stage, tmem, accumulator,
-                                 num_tokens, k_block_idx == 0);  //~ multiplied
+                if constexpr (Config::Weights::is_decoded) {
+                    multiply_decoded_k_block(descriptors, ring.stage,
+                                             decoded_slot<Config>(tmem, decoded.stage), accumulator,
+                                             num_tokens, k_block_idx == 0);
+                } else {
+                    multiply_k_block(block.phase, descriptors, ring.stage, tmem, accumulator,
+                                     num_tokens, k_block_idx == 0);  //~ multiplied
+                }
                 ptx::tcgen05_commit_cta_group2_multicast(smem.empty_barriers(ring.stage),
                                                          both_ctas);  //~ committed
             }
             __syncwarp();
             ring.advance();
+            if constexpr (Config::Weights::is_decoded) decoded.advance();
         }
         if (ptx::elect_sync()) {
             ptx::tcgen05_commit_cta_group2_multicast(smem.tmem_full_barriers(accumulators.stage),

@@ -20,12 +20,14 @@ template <class Config>
 inline constexpr uint32_t k_block_elements = Config::block_k / Config::Weights::values_per_element;
 
 // Rows of words that an expert has in the tensor of a layer's scales: those of its k-blocks, unless
-// all are 1, and, if there are some, the factors of its weight rows.
+// there are none or all are 1, and, if there are some, the factors of its weight rows.
 template <class Config>
 __device__ __forceinline__ uint32_t num_scale_rows(uint32_t num_k_blocks) {
     using Weights = typename Config::Weights;
-    return (Weights::has_unit_scales ? 0 : num_k_blocks * Weights::scale_words_per_k_block) +
-           (Weights::has_factors ? 1 : 0);
+    const bool has_words = Weights::has_scales && !Weights::has_unit_scales;
+    uint32_t num_words = 0;
+    if constexpr (Weights::has_scales) num_words = Weights::scale_words_per_k_block;
+    return (has_words ? num_k_blocks * num_words : 0) + (Weights::has_factors ? 1 : 0);
 }
 
 template <class Config>
@@ -70,7 +72,8 @@ class SharedMemory {
     __device__ uint32_t activations(uint32_t stage) const {
         return base_ + Smem::activations_offset + stage * activation_tile_bytes;
     }
-    // [block_n][block_k], as long as the tokens', 128-byte swizzle: this CTA's weight rows.
+    // [block_n][block_k], as long as the tokens', 128-byte swizzle: this CTA's weight rows. Of
+    // weights that are decoded, a block as experts/sm100/decoded_weights.cuh has it.
     __device__ uint32_t weights(uint32_t stage) const {
         return base_ + Smem::weights_offset + stage * Smem::weights_stride;
     }
@@ -109,15 +112,26 @@ class SharedMemory {
     // ---- Barriers ------------------------------------------------------------------------------
 
     // "A stage is loaded in both CTAs." Only the even CTA's are used. Arrive: activation and weight
-    // loaders of both CTAs (4), each with the bytes of its own copies. Waits: the MMA warp,
-    // parity of its round. Protects the stage's tiles until the MMAs may read them.
+    // loaders of both CTAs (4), each with the bytes of its own copies; where weights are decoded,
+    // in place of the weight loaders one lane of each warp of the warpgroups that have decoded them
+    // (8). Waits: the MMA warp, parity of its round. Protects the stage's tiles, and decoded
+    // weights in tensor memory, until the MMAs may read them.
     __device__ uint32_t full_barriers(uint32_t stage) const {
         return barrier(Smem::full_barriers_offset, stage);
     }
 
-    // "A stage may be overwritten." Each CTA has its own. Arrives: the commit behind the stage's
-    // MMAs, in both CTAs (1). Wait: both loaders of the CTA, with the parity opposite to their
-    // round, so that the first round passes at once.
+    // "A block of weights is loaded that will be decoded." Each CTA has its own. Arrives: its
+    // weight loader (1), with the block's bytes. Wait: the warpgroup that decodes it, parity of its
+    // round.
+    __device__ uint32_t weight_barriers(uint32_t stage) const {
+        return barrier(Smem::weight_barriers_offset, stage);
+    }
+
+    // "A stage may be overwritten." Each CTA has its own. Arrive: the commit behind the stage's
+    // MMAs, in both CTAs (1), and, where weights are decoded, one lane of each warp that has read
+    // them (4). Wait: both loaders of the CTA, with the parity opposite to their round, so that the
+    // first round passes at once, and whoever decodes the weights that take the place of the
+    // stage's in tensor memory, parity of the stage's round.
     __device__ uint32_t empty_barriers(uint32_t stage) const {
         return barrier(Smem::empty_barriers_offset, stage);
     }
@@ -139,8 +153,14 @@ class SharedMemory {
         // "A token lies in the pull buffer." One per dispatch warp, private to it: one lane arrives
         // (1) with the token's bytes, the warp waits; first phase 0 (dispatch/pull_tokens.cuh).
         init(Smem::pull_barriers_offset, Config::num_dispatch_warps, 1);
-        init(Smem::full_barriers_offset, Config::num_stages, 4);  //~ full_init
-        init(Smem::empty_barriers_offset, Config::num_stages, 1);
+        constexpr uint32_t num_decoders = Config::Weights::is_decoded ? 4 : 0;  // of a CTA
+        constexpr uint32_t num_weight_arrivals = Config::Weights::is_decoded ? 2 * num_decoders : 2;
+        init(Smem::full_barriers_offset, Config::num_stages,
+             2 + num_weight_arrivals);  //~ full_init
+        init(Smem::empty_barriers_offset, Config::num_stages, 1 + num_decoders);
+        if constexpr (Config::Weights::is_decoded) {
+            init(Smem::weight_barriers_offset, Config::num_stages, 1);
+        }
         init(Smem::tmem_full_barriers_offset, Config::num_tmem_stages, 1);
         init(Smem::tmem_empty_barriers_offset, Config::num_tmem_stages,
              2 * Config::num_epilogue_warps);  //~ tmem_empty_init

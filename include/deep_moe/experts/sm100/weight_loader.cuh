@@ -56,13 +56,28 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 return;
             }
             if (ptx::elect_sync()) {
-                const uint32_t full = even.full_barriers(ring.stage);
+                // Weights that are decoded are this CTA's own matter until they are.
+                constexpr bool is_decoded = Config::Weights::is_decoded;
+                uint32_t full;
+                if constexpr (is_decoded) {
+                    full = smem.weight_barriers(ring.stage);
+                } else {
+                    full = even.full_barriers(ring.stage);
+                }
                 uint32_t num_bytes = smem.weight_tile_loaded_bytes;
                 if constexpr (has_scales) num_bytes += Config::Smem::weight_sf_stride;
                 ptx::mbarrier_arrive_expect_tx_shared_cluster(full, num_bytes);
-                ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
-                    smem.weights(ring.stage), weights, full, k_block_idx * k_block_elements<Config>,
-                    first_row);  //~ weight_tile
+                if constexpr (is_decoded) {
+                    const uint32_t block_idx = first_row / Config::block_n * num_k_blocks;
+                    ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                        smem.weights(ring.stage), weights, full, 0,
+                        (block_idx + k_block_idx) *
+                            Config::Weights::num_map_rows);  //~ decoded_weight_block
+                } else {
+                    ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
+                        smem.weights(ring.stage), weights, full,
+                        k_block_idx * k_block_elements<Config>, first_row);  //~ weight_tile
+                }
                 if constexpr (has_scales) {
                     ptx::cp_async_bulk_tensor_2d_cta_group2_shared_global(
                         smem.weight_sf(ring.stage), sf, full, row_in_expert,

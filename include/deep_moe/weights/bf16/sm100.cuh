@@ -12,6 +12,7 @@ struct Bf16Weights {
     static constexpr bool has_scales = false;
     static constexpr bool has_factors = false;
     static constexpr bool has_unit_scales = false;
+    static constexpr bool is_decoded = false;
     static constexpr uint32_t values_per_element = 1;
 
     // What a load counts on its barrier for so many bytes of shared memory.

@@ -14,6 +14,7 @@ struct Fp8Weights {
     static constexpr bool has_scales = true;
     static constexpr bool has_factors = false;
     static constexpr bool has_unit_scales = false;
+    static constexpr bool is_decoded = false;
     static constexpr uint32_t scale_words_per_k_block = 1;
     static constexpr uint32_t values_per_element = 1;
     static constexpr auto mma_format = cute::UMMA::MXF8F6F4Format::E4M3;

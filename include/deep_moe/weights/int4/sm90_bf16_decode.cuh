@@ -1,15 +1,13 @@
-// From packed INT4 weights in shared memory to the register operand of a BF16 wgmma. A code becomes
-// the lowest bits of a BF16 number from 128 to 143; subtracting 136 gives its value. The product
-// with its group's scale is rounded once (deep_moe/weights/int4/sm90_bf16_blocks.py).
+// From packed INT4 weights in shared memory to the register operand of a BF16 wgmma
+// (deep_moe/weights/int4/sm90_bf16_blocks.py).
 #pragma once
 
 #include <cuda/std/cstdint>
 
 #include "deep_moe/experts/sm90/bf16_decoder.cuh"
-#include "deep_moe/ptx/convert.cuh"
+#include "deep_moe/formats/int4_to_bf16.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/permute.cuh"
-#include "deep_moe/ptx/registers.cuh"
 
 namespace deep_moe::sm90 {
 
@@ -42,18 +40,11 @@ class Int4Decoder : public Bf16DecoderBase<4, 4> {
         const uint32_t scales = tables.groups[i / 2];  //~ int4_scale
         const uint32_t multipliers[2] = {ptx::prmt(scales, 0, 0x1010),
                                          ptx::prmt(scales, 0, 0x3232)};
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-            constexpr uint32_t codes = 0x000f000f, minus_136 = 0xc308c308;
-            const uint32_t above_128 = (word >> 4 * j & codes) | numbers_from_128_;
-            fragment[j] = ptx::mul_rn_bf16x2(ptx::add_rn_bf16x2(above_128, minus_136),
-                                             multipliers[j % 2]);  //~ int4_row
-        }
+        values_.decode(word, multipliers, fragment);
     }
 
  private:
-    // An instruction holds one constant.
-    uint32_t numbers_from_128_ = ptx::in_register(0x43004300);
+    Int4ToBf16 values_;
 };
 
 }  // namespace deep_moe::sm90

@@ -6,6 +6,8 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/dispatch/sm100_fp4_pull_policy.cuh"
+#include "deep_moe/experts/sm100/decoded_weights.cuh"
+#include "deep_moe/weights/nvfp4/sm100_bf16_decode.cuh"
 
 namespace deep_moe::sm100 {
 
@@ -13,6 +15,7 @@ struct Nvfp4Weights {
     static constexpr bool has_scales = true;
     static constexpr bool has_factors = true;
     static constexpr bool has_unit_scales = false;
+    static constexpr bool is_decoded = false;
     static constexpr uint32_t scale_words_per_k_block = 4;
     static constexpr uint32_t values_per_element = 2;
 
@@ -22,5 +25,8 @@ struct Nvfp4Weights {
     template <class Config>
     using PullPolicy = Fp4PullPolicy<Config>;
 };
+
+// Beside BF16 tokens they are decoded to BF16.
+using Nvfp4Bf16Weights = Bf16DecodedWeights<Nvfp4RowDecoder>;
 
 }  // namespace deep_moe::sm100

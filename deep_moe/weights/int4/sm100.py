@@ -1,0 +1,34 @@
+"""INT4 weights on SM100, which the kernel decodes to BF16 beside BF16 tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from deep_moe.targets.sm100.decoded import Sm100DecodedWeights, decoded_block_bytes
+
+from .rounding import rounded
+
+if TYPE_CHECKING:
+    from deep_moe.formats.numerics import Numerics
+    from deep_moe.targets.sm90.decoded_blocks import NibbleBlocks
+
+
+class Sm100Int4Bf16(Sm100DecodedWeights):
+    weights = "int4"
+    policy = "Int4Bf16Weights"
+    decoded_block_bytes = decoded_block_bytes(4)
+
+    @property
+    def source(self) -> NibbleBlocks:
+        from .sm90_bf16_blocks import BLOCKS
+
+        return BLOCKS
+
+    @property
+    def numerics(self) -> Numerics:
+        from deep_moe.formats.numerics import bf16_numerics
+
+        return bf16_numerics(rounded)
+
+
+KERNELS = (Sm100Int4Bf16(),)

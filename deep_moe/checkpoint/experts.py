@@ -239,6 +239,36 @@ def load_biases(
         )
 
 
+def load_token_scale(
+    path: str | Path,
+    layer: int,
+    *,
+    num_experts: int | None = None,
+    naming: str | ExpertNaming | StackedNaming | None = None,
+    device: torch.device | str = "cpu",
+) -> torch.Tensor | None:
+    """The static scale that a checkpoint of NVFP4 weights has for a layer's tokens, for
+    `prepare_inputs` and its `token_scale`: float32 [1], by which the values of quantized tokens are
+    multiplied. It is the largest of all experts', of gate and of up, because a token is quantized
+    before it is known who gets it. None, if the checkpoint has none, or weights of another format.
+
+    Linear1's output does not get such a scale: see docs/numerics.md.
+
+    Args:
+        path: as of `load_experts`.
+        layer: as of `load_experts`.
+        num_experts: as of `load_experts`.
+        naming: as of `load_experts`.
+        device: where the tensor is put.
+
+    Raises what `load_experts` does; CheckpointError, too, if only some of the experts have such a
+    scale, or if one is no positive number.
+    """
+    with _opened(path, layer, num_experts, 0, 1, None, naming) as (tensors, own):
+        scale = tensors.token_scale(own)
+        return None if scale is None else scale.to(device)
+
+
 @contextmanager
 def _opened(
     path: str | Path,

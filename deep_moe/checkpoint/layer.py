@@ -186,6 +186,32 @@ class Layer(ABC):
             l1 = [part.float() for part in l1]
         return torch.cat(l1), down
 
+    def token_scale(self, experts: Iterable[int]) -> torch.Tensor | None:
+        """The largest by which tokens of Linear1 are quantized, float32 [1]; None if there is
+        none."""
+        suffix = self.form.token_scale
+        if suffix is None:
+            return None
+        matrices = [matrix for expert in experts for matrix in self.matrices(expert)[:-1]]
+        names = [(matrix.module + suffix, matrix.entry) for matrix in matrices]
+        missing = [name for name, _ in names if name not in self.files]
+        if len(missing) == len(names):
+            return None
+        if missing:
+            there = next(name for name, _ in names if name in self.files)
+            raise CheckpointError(
+                f"{self.files.path} has {there}, but {self.files.missing(missing)}"
+            )
+        factors = []
+        for name, entry in names:
+            scale, label = self.files.read(name, entry), self.files.label(name)
+            if scale.numel() != 1 or scale.dtype != torch.float32:
+                raise CheckpointError(
+                    f"{label} must be one float32; got {scale.dtype} {list(scale.shape)}"
+                )
+            factors.append(self.form.token_factor(label, scale))
+        return torch.cat(factors).amax(dim=0, keepdim=True)
+
     def _names(self, matrix: Matrix) -> dict[str, str]:
         return {key: matrix.module + suffix for key, suffix in self.suffixes.items()}
 

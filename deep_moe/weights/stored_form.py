@@ -35,7 +35,8 @@ class StoredForm(ABC):
     """weights: the format's name. dtypes: of the tensors, by key, "weight" for the values.
     values_per_element: of the values' tensor. spellings: suffixes that published models have, with
     the same keys, the first of which are written. token_format: of tokens that must go with such
-    weights; None: what goes with the format.
+    weights; None: what goes with the format. token_scale: suffix of the scale by which tokens may
+    be quantized; None: there is none that a kernel could take.
     """
 
     weights: ClassVar[str]
@@ -43,6 +44,7 @@ class StoredForm(ABC):
     values_per_element: ClassVar[int]
     spellings: ClassVar[tuple[Suffixes, ...]]
     token_format: ClassVar[str | None] = None
+    token_scale: ClassVar[str | None] = None
 
     @classmethod
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
@@ -101,6 +103,11 @@ class StoredForm(ABC):
     def rows_of_scale(self) -> int:
         """That a matrix must be cut by: rows that share scales, 1 where all of them do."""
         return 1
+
+    def token_factor(self, name: str, scale: torch.Tensor) -> torch.Tensor:
+        """By which tokens are multiplied that were quantized with a scale of theirs from a
+        checkpoint, float32 [1], or CheckpointError. Of forms that have a `token_scale`."""
+        raise NotImplementedError(name)
 
     @property
     def beside(self) -> tuple[str, ...]:

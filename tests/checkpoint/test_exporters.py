@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deep_moe.checkpoint import load_experts, save_experts
+from deep_moe.checkpoint import load_experts, load_token_scale, save_experts
 from deep_moe.checkpoint.forms import form_of
 from deep_moe.errors import CheckpointError
 from deep_moe.weights import weight_format
@@ -303,3 +303,52 @@ def test_a_config_of_another(tmp_path: Path, case: str, config: str, words: str)
     name = NAME.format(expert=0, part="gate")
     with pytest.raises(CheckpointError, match=f"{name}.* {words}"):
         load_experts(tmp_path, LAYER)
+
+
+STATIC = {
+    "nvfp4 modelopt, static": (".input_scale", lambda scale: scale),
+    "nvfp4 compressed-tensors, static": (".input_global_scale", lambda scale: 1 / scale),
+}
+
+
+@pytest.mark.parametrize("case", STATIC)
+def test_the_static_scale_of_tokens_is_the_largest_of_gate_and_up(
+    tmp_path: Path, case: str
+) -> None:
+    suffix, factor = STATIC[case]
+    parts = write(tmp_path, case)
+    scales = [
+        factor(parts[expert, part].tensors[suffix].reshape(()))
+        for expert in range(NUM_EXPERTS)
+        for part in ("gate", "up")
+    ]
+    change(tmp_path, NAME.format(expert=2, part="down") + suffix, torch.zeros_like)
+    found = load_token_scale(tmp_path, LAYER)
+    assert found is not None
+    assert found.shape == (1,)
+    torch.testing.assert_close(found[0], torch.stack(scales).amax(), rtol=2.0**-23, atol=0)
+
+
+@pytest.mark.parametrize("case", sorted(set(CASES) - set(STATIC)))
+def test_others_have_none_that_a_kernel_takes(tmp_path: Path, case: str) -> None:
+    write(tmp_path, case)
+    assert load_token_scale(tmp_path, LAYER) is None
+
+
+@pytest.mark.parametrize("case", STATIC)
+def test_a_static_scale_that_is_missing_or_wrong(tmp_path: Path, case: str) -> None:
+    name = NAME.format(expert=1, part="up") + STATIC[case][0]
+    for number in (0.0, -1.0, torch.nan, torch.inf):
+        write(tmp_path, case)
+        change(tmp_path, name, partial(torch.full_like, fill_value=number))
+        with pytest.raises(CheckpointError, match=name):
+            load_token_scale(tmp_path, LAYER)
+    for by in (torch.Tensor.bfloat16, lambda scale: scale.expand(2).clone()):
+        write(tmp_path, case)
+        change(tmp_path, name, by)
+        with pytest.raises(CheckpointError, match=f"{name} must be one float32; got"):
+            load_token_scale(tmp_path, LAYER)
+    write(tmp_path, case)
+    change(tmp_path, name, None)
+    with pytest.raises(CheckpointError, match=f"has no tensor {name}"):
+        load_token_scale(tmp_path, LAYER)

@@ -40,8 +40,7 @@ class StoredNvfp4(StoredForm):
     spellings: ClassVar[tuple[Suffixes, ...]] = (
         {"weight": ".weight", "scale": ".weight_scale", "global_scale": ".weight_scale_2"},
     )
-    # What tokens are divided by where they are quantized to NVFP4, too: not a part of the weights.
-    token_scale: ClassVar[str] = ".input_scale"
+    token_scale: ClassVar[str] = ".input_scale"  # not a part of the weights
 
     @classmethod
     def plain(cls, tensors: Tensors) -> Tensors:
@@ -62,7 +61,13 @@ class StoredNvfp4(StoredForm):
     def check_beside(
         self, suffix: str, name: str, tensor: torch.Tensor, num_rows: int, num_columns: int
     ) -> None:
-        """Nothing to compare: kernels quantize tokens with scales of their own, or not at all."""
+        """Nothing to compare: the weights are the same whatever scales tokens get."""
+
+    def token_factor(self, name: str, scale: torch.Tensor) -> torch.Tensor:
+        factor = self._factor(name, one_scale(scale).float())
+        if not bool(factor > 0):
+            raise CheckpointError(f"{name} must be a positive number; got {scale.item()}")
+        return factor
 
     def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
         return {

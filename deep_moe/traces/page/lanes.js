@@ -161,7 +161,7 @@ class LaneView {
     const [text, quiet, line] = ["--text", "--quiet", "--line"].map(cssColour);
     const byRole = view.grouping === "role";
     const size = Math.min(11, Math.max(9, this.rowHeight - 1));
-    let free = -1;
+    let [free, freeRight] = [-1, 6];
     visible.forEach(([row, top], i) => {
       const { lane } = row;
       const opens = row.begins || i === 0;
@@ -178,7 +178,8 @@ class LaneView {
         context.fillText(byRole ? rank + lane.role : `${rank}${this.data.place} ${lane.cta}`, 6, labelled);
         free = labelled + 11;
       }
-      if (this.rowHeight >= 9) {
+      if (this.rowHeight >= 9 || (byRole && middle >= freeRight)) {
+        freeRight = middle + 11;
         context.fillStyle = quiet;
         const own = byRole ? `${this.data.place} ${lane.cta}` : lane.role;
         context.textAlign = "right";

@@ -56,6 +56,7 @@ class EPHandle:
         psum_num_recv_tokens_per_expert: int32 [local experts], where the rows of each end, without
             its padding. They begin at the end before, rounded up to the alignment.
         num_unaligned_recv_tokens_per_expert: int32 [local experts], rows of each without padding.
+        rows: the handle of the `AllToAll` below.
     """
 
     do_expand: bool
@@ -97,6 +98,12 @@ class ElasticBuffer:
     rank, token and slot. There is memory for all rows that can come. A dispatch with another number
     of experts, another alignment or more tokens makes new memory: all ranks then wait for each
     other, and earlier handles become invalid.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        MemoryError: the machine has too little memory for these sizes.
     """
 
     def __init__(
@@ -165,6 +172,11 @@ class ElasticBuffer:
             use_fp8_dispatch: taken for DeepEP's signature.
             allow_hybrid_mode: taken for DeepEP's signature.
             allow_multiple_reduction: taken for DeepEP's signature.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
         """
         num_ranks = ranks_of(group)
         num_topk = num_topk or num_ranks
@@ -248,6 +260,16 @@ class ElasticBuffer:
         Returns recv_x like x, None, recv_topk_weights float32 [rows] or None, the handle and the
         event. Without the host's wait there are as many rows as can come; those behind the last
         expert's are not written.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         flags = {
             "do_handle_copy": do_handle_copy,
@@ -355,6 +377,16 @@ class ElasticBuffer:
 
         Returns the sums, topk_weights as float32 [tokens, topk] or None, and the event. A sum goes
         over the token's slots in their order in float32, and is rounded to bfloat16 once.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
+                the object usable again. On a GPU the next call raises it.
+            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
+                missing. It is a MegaMoEError.
+            CompileError: NVRTC refused the kernel.
         """
         layer = self._layer_of(handle)
         if bias is not None:

@@ -19,7 +19,8 @@ visibly = printf '  %s ' "$(1)"; ( $(2) ) & pid=$$!; \
 	while sleep 0.2; kill -0 $$pid 2>/dev/null; do printf .; sleep 1.8; done; \
 	wait $$pid && echo ' done'
 
-.PHONY: demo docs test test-fast test-serving test-exporters test-trainers sanitize lint format types clean venv emulator-library
+.PHONY: demo docs test test-fast test-serving test-exporters test-trainers test-aarch64 test-versions \
+	sanitize lint format types clean venv emulator-library
 
 demo: emulator-library
 	$(BIN)/python examples/demo.py
@@ -51,6 +52,15 @@ build/%/.ready: tests/%/requirements.txt $(READY)
 	@$(call visibly,packages for tests/$*, $(BIN)/python -m pip install --quiet --no-deps \
 		--target build/$* -r tests/$*/requirements.txt)
 	@touch $@
+
+# The adapter of transformers with each version that an engine asks for.
+test-versions: emulator-library
+	$(BIN)/python -m tests.versions
+
+# The wheel for aarch64, made by a cross compiler, under user-mode emulation of that processor.
+# AARCH64: --quick, --or-skip; see python -m tests.aarch64 --help.
+test-aarch64: emulator-library
+	$(BIN)/python -m tests.aarch64 $(AARCH64)
 
 # The emulator under AddressSanitizer and UndefinedBehaviorSanitizer, ten minutes of drawn PTX.
 sanitize: $(READY)

@@ -24,6 +24,7 @@ FOLDERS = {
     "deep_moe.emulator": "emulator",
     "deep_moe.include": "include",
 }
+PROCESSORS = {62: "x86_64", 183: "aarch64"}  # by ELF's number
 OLDEST_GLIBC = 28  # 2.28: Debian 10, Ubuntu 20.04, RHEL 8 and newer
 
 
@@ -64,6 +65,19 @@ def needed_glibc(library: Path) -> int | None:
     return max(map(int, minors), default=None)
 
 
+def processor_of(library: Path) -> str:
+    """The processor that a library is for, as tags of wheels name it, by its ELF header. A compiler
+    for another one than this machine's may have made it."""
+    header = library.read_bytes()[:20]
+    number = int.from_bytes(header[18:20], "little")
+    if header[:4] != b"\x7fELF" or number not in PROCESSORS:
+        raise SystemExit(
+            f"deep_moe runs on {' and '.join(PROCESSORS.values())}; CXX made a library for "
+            f"processor number {number} of ELF"
+        )
+    return PROCESSORS[number]
+
+
 class BuildPyWithEmulator(build_py):
     def run(self) -> None:
         super().run()
@@ -86,7 +100,7 @@ class BinaryDistribution(Distribution):
 
 class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """Any Python 3, and any Linux whose glibc has what the libraries need."""
+        """Any Python 3, and any Linux on the libraries' processor whose glibc has what they need."""
         platform = super().get_tag()[2]
         builder = load_emulator_builder()
         libraries = [
@@ -95,6 +109,8 @@ class PlatformWheel(bdist_wheel):
             for library in Path(self.bdist_dir).rglob(name)
         ]
         needed = [glibc for glibc in map(needed_glibc, libraries) if glibc is not None]
+        for library in libraries:
+            platform = f"linux_{processor_of(library)}"
         if needed:
             glibc = max(*needed, OLDEST_GLIBC)
             platform = platform.replace("linux_", f"manylinux_2_{glibc}_", 1)

@@ -138,6 +138,11 @@ EXPORT const char* dm_usage(Handle* h) {
     return h->text.c_str();
 }
 
+// What this thread did to memory before is seen by other processes before what it does afterwards.
+EXPORT void dm_fence() {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
+
 // Waits of the last run: six numbers each, see WarpWait.
 EXPORT uint64_t dm_num_waits(Handle* h) {
     return h->machine.clock ? h->machine.clock->waits.size() : 0;

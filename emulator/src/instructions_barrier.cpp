@@ -181,13 +181,15 @@ void decode_cluster_barrier(Decoder& d) {
     d.emit(kind == "arrive" ? cluster_arrive : cluster_wait, {}, !relaxed);
 }
 
-// ---- fences: the emulator runs memory operations in order, asynchronous ones excepted. Fences
-// only tell the checks what is ordered.
+// ---- fences: one process runs memory operations in order, asynchronous ones excepted, and there
+// fences only tell the checks what is ordered. Other processes may run other ranks: for them the
+// host's processor must keep the order, too, as few do by themselves.
 
 constexpr uint64_t releases = 1 << 8, acquires = 1 << 9;
 
 // aux: scope and order
 Flow fence(Warp& w, const Op& op) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (w.machine->races)
         w.machine->races->fence(w, Scope(op.aux & 0xff), op.aux & releases, op.aux & acquires);
     return Flow::next;

@@ -1,7 +1,8 @@
-// Floating-point arithmetic. Approximate functions are computed as exactly as the host does; the
-// hardware's are a few units in the last place away.
+// Floating-point arithmetic. Approximate functions are nearly exact (elementary.h); the hardware's
+// are a few units in the last place away.
 #include <cfenv>
 
+#include "elementary.h"
 #include "float_types.h"
 #include "lanes.h"
 
@@ -386,7 +387,6 @@ double turns(float a) {
 }
 
 float approximate(uint64_t which, float a) {
-    constexpr double full_turn = 6.283185307179586;
     switch (which) {
         case 0:
             return 1.0f / a;
@@ -395,15 +395,15 @@ float approximate(uint64_t which, float a) {
         case 2:
             return float(1.0 / std::sqrt(double(a)));
         case 3:
-            return float(std::exp2(double(a)));
+            return float(elementary::exp2(a));
         case 4:
-            return float(std::log2(double(a)));
+            return float(elementary::log2(a));
         case 5:
-            return float(std::sin(full_turn * turns(a)));
+            return float(elementary::of_turns(turns(a)).sine);
         case 6:
-            return float(std::cos(full_turn * turns(a)));
+            return float(elementary::of_turns(turns(a)).cosine);
         default:
-            return float(std::tanh(double(a)));
+            return float(elementary::tanh(a));
     }
 }
 constexpr std::string_view function_names[] = {"rcp", "sqrt", "rsqrt", "ex2",
@@ -440,7 +440,7 @@ Flow function64(Warp& w, const Op& op) {
         volatile double r = which == 0   ? 1.0 / x
                             : which == 1 ? std::sqrt(double(x))
                                          : 1.0 / std::sqrt(double(x));
-        if (!upper) return double(r);
+        if (!upper) return with_nan<Div>(double(r), a, a);
         if (std::isnan(double(r))) return std::bit_cast<double>(uint64_t(0x7fffffff) << 32);
         return upper_half(flush(double(r)));
     });

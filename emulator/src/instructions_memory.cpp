@@ -92,6 +92,7 @@ T load_value(const std::byte* from, bool is_strong) {
         __atomic_load(reinterpret_cast<const T*>(from), &value, __ATOMIC_ACQUIRE);
     } else {
         std::memcpy(&value, from, sizeof(T));
+        if (is_strong) __atomic_thread_fence(__ATOMIC_ACQUIRE);
     }
     return value;
 }
@@ -184,8 +185,10 @@ Flow store(Warp& w, const Op& op) {
             changed |= old != value;
             if (is_strong && sizeof(T) <= 8)
                 __atomic_store(reinterpret_cast<T*>(at), &value, __ATOMIC_RELEASE);
-            else
+            else {
+                if (is_strong) __atomic_thread_fence(__ATOMIC_RELEASE);
                 std::memcpy(at, &value, sizeof(T));
+            }
         }
     });
     if (changed) w.machine->note_progress();

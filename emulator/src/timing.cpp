@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "elementary.h"
 #include "engine.h"
 
 namespace deep_moe::emulator {
@@ -256,8 +257,9 @@ void Timing::run_clock(GpuTime& gpu, Picoseconds at) {
     const double share =
         double(gpu.tensor_busy - gpu.tensor_busy_seen) / (double(passed) * chip.num_sms * 4);
     gpu.tensor_busy_seen = gpu.tensor_busy;
-    const double weight =
-        chip.power_window_us ? 1 - std::exp(-double(passed) / (chip.power_window_us * 1e6)) : 1;
+    const double weight = chip.power_window_us
+                              ? 1 - elementary::exp(-double(passed) / (chip.power_window_us * 1e6))
+                              : 1;
     gpu.tensor_share += (std::min(share, 1.0) - gpu.tensor_share) * weight;
     const double mhz = gpu.has_multiplied
                            ? chip.mma_clock_mhz - chip.power_slope_mhz * gpu.tensor_share

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -127,6 +128,7 @@ def check_symbols(library: Path, others: Set[str] = frozenset()) -> None:
         "libm.so.6",
         "libgcc_s.so.1",
         "ld-linux-x86-64.so.2",
+        "ld-linux-aarch64.so.1",
     }
 
 
@@ -167,7 +169,7 @@ def test_the_emulators_library_shows_its_c_abi_and_nothing_else():
 
 @pytest.mark.slow
 def test_the_tag_says_any_python_3_on_linux_with_glibc_2_28(wheel: Path, installed: Path):
-    assert wheel.name == "deep_moe-0.1.0-py3-none-manylinux_2_28_x86_64.whl"
+    assert wheel.name == f"deep_moe-0.1.0-py3-none-manylinux_2_28_{platform.machine()}.whl"
     emulator = installed / "deep_moe" / "emulator"
     (library,) = emulator.glob("*.so")
     check_symbols(library)

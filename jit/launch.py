@@ -177,6 +177,9 @@ class CudaLauncher:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
 
+        from .driver import require_driver
+
+        require_driver()
         # Kept: the module is unloaded with it.
         self._object_code = ObjectCode.from_cubin(kernel.cubin, name=kernel.name)
         function = int(self._object_code.get_kernel(kernel.name).handle)

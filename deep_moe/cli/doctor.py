@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass
 
 import typer
 
-from .driver import driver_cuda_version
+from deep_moe.jit.driver import MIN_DRIVER_OF_CUDA, driver_cuda_version
+
 from .options import JsonOption
 from .output import coloured, new_table, print_json, stdout
 from .packages import REQUIREMENTS, remedy
 
-# The driver that runs a cubin of this CUDA, of any of its minor versions.
-MIN_DRIVER_OF_CUDA = {12: "525", 13: "580"}
 DIGEST_LENGTH = 64  # of SHA-256 in hexadecimal
 SMALLEST_KERNEL = 'extern "C" __global__ void mega_moe_kernel() {}'
 
@@ -178,6 +177,31 @@ def _driver() -> Finding:
     return Finding("driver", "ok", detail)
 
 
+def _shared_memory() -> Finding:
+    """What ranks on this machine could share, before any of them is started."""
+    import torch
+
+    from deep_moe.fused.peers import fabric_of, link_of_gpus, own_problem
+
+    name, num_gpus = "shared memory", torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not num_gpus:
+        return Finding(name, "absent", "no CUDA device")
+    problem = own_problem(torch.device("cuda", torch.cuda.current_device()))
+    if problem is not None:
+        return Finding(name, "missing", problem)
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(num_gpus)]
+    apart = [
+        f"{i} and {j}"
+        for i in range(num_gpus)
+        for j in range(i + 1, num_gpus)
+        if link_of_gpus(uuids[i], uuids[j]) is False
+    ]
+    here = f"no link between GPUs {', '.join(apart)}" if apart else f"{num_gpus} GPUs, all linked"
+    fabric = fabric_of(uuids[0])
+    beyond = fabric.problem or f"NVLink domain {fabric.domain}"
+    return Finding(name, "absent" if apart else "ok", f"{here}; with other machines: {beyond}")
+
+
 CHECKS = (
     _python,
     _torch,
@@ -189,4 +213,5 @@ CHECKS = (
     _host_compiler,
     _driver,
     _gpu,
+    _shared_memory,
 )

@@ -10,11 +10,10 @@ import typer
 from deep_moe.activations import ACTIVATIONS, DEFAULT_ACTIVATION, Activation, activation_of
 from deep_moe.heuristics.presets import PRESETS, preset_activation, preset_has_biases
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
+from deep_moe.jit.driver import driver_cuda_version
 from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.tokens import token_format as token_format_of
 from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format
-
-from .driver import driver_cuda_version
 
 if TYPE_CHECKING:
     from deep_moe.fused.gpu import Gpu

@@ -20,11 +20,11 @@ from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 from .call_plan import CallCaches
 from .checks import Y_BYTES, refuse_gradients
 from .gpu import gpu_of
+from .peers import exists, gather_objects
 from .rank_buffer import ClosedBufferError, RankBuffer
 from .symm_memory import (
     DeviceMemory,
     HostMemory,
-    gather_objects,
     private_host_memories,
     shared_host_memory,
 )
@@ -346,6 +346,13 @@ def ranks_of(group: object) -> int:
         raise TypeError(
             "group must be a torch.distributed process group that this process belongs to, or "
             f"None; got {group!r}"
+        )
+    # A destroyed group is still an object. An engine that starts again in one process has another,
+    # often of the same name.
+    if not exists(group):
+        raise ValueError(
+            f"group must be a process group that exists; {group.group_name!r} was destroyed: make "
+            "buffers anew, with a group that was made since"
         )
     return dist.get_world_size(group)
 

@@ -14,7 +14,8 @@ from deep_moe.jit.status import error_of
 from deep_moe.tensor_memory import Extent, OccupiedMemory
 
 from .gpu import gpu_of
-from .symm_memory import DeviceMemory, HostMemory, gather_objects
+from .peers import gather_objects
+from .symm_memory import DeviceMemory, HostMemory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

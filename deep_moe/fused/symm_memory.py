@@ -11,8 +11,8 @@ call:
     guard
 
 `DeviceMemory` is for GPUs: PyTorch's symmetric memory for a group, a plain tensor for one rank. The
-ranks first find out whether all of them can reach each other's, so that none is left alone in the
-middle, and none faults at its first token.
+ranks first find out whether all of them can reach each other's (peers.py). Between machines of one
+NVLink domain PyTorch exchanges fabric handles by itself.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from deep_moe.errors import DeepMoEError
 from deep_moe.jit.kernel_args import WaitStatus
 from deep_moe.jit.status import StatusCode
+
+from .peers import explained, gather_objects, machine_id, require_reachable_peers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,6 +46,13 @@ _CALL_NUMBER_OFFSET = 64
 _CALL_LENGTH_OFFSET = 72
 _CALL_TEXT_OFFSET = 128
 _BUFFER_OFFSET = _PAGE_BYTES + GUARD_BYTES
+
+
+def _fence() -> Callable[[], None]:
+    """What keeps the order of this thread's accesses for other processes."""
+    from deep_moe.emulator import library
+
+    return library.load().dm_fence
 
 
 def _block_bytes(num_bytes: int) -> int:
@@ -81,23 +90,31 @@ class HostBlock:
     def publish_call(self, number: int, call: Mapping[str, Any]) -> None:
         """Tell the other ranks what this rank is about to run. number: at least 1. It is taken away
         first and written last: who sees it before and after the rest has read what belongs to it.
+        Fences keep that order on processors that would not.
         """
+        fence = _fence()
         text = json.dumps(call).encode()
         space = _PAGE_BYTES - _CALL_TEXT_OFFSET
         if len(text) > space:
             raise ValueError(f"the call's arguments take {len(text)} bytes; at most {space} fit")
         _CALL_NUMBER.pack_into(self._mapping, _CALL_NUMBER_OFFSET, 0)
+        fence()
         self._mapping[_CALL_TEXT_OFFSET : _CALL_TEXT_OFFSET + len(text)] = text
         _CALL_LENGTH.pack_into(self._mapping, _CALL_LENGTH_OFFSET, len(text))
+        fence()
         _CALL_NUMBER.pack_into(self._mapping, _CALL_NUMBER_OFFSET, number)
+        fence()
 
     def published_call(self, number: int) -> dict[str, Any] | None:
         """What the block's rank published as call `number`, or None if it has not yet, or has gone
         on to another."""
+        fence = _fence()
         if self._published_number() != number:
             return None
+        fence()
         (length,) = _CALL_LENGTH.unpack_from(self._mapping, _CALL_LENGTH_OFFSET)
         text = bytes(self._mapping[_CALL_TEXT_OFFSET : _CALL_TEXT_OFFSET + length])
+        fence()
         return json.loads(text) if self._published_number() == number else None
 
     def _published_number(self) -> int:
@@ -178,7 +195,7 @@ def shared_host_memory(group: ProcessGroup, num_bytes: int) -> HostMemory:
         os.ftruncate(file, _block_bytes(num_bytes))
         own = HostBlock(mmap.mmap(file, _block_bytes(num_bytes)), num_bytes)
         own.fill_guards()
-        offer = (_machine_id(), os.getpid(), file)
+        offer = (machine_id(), os.getpid(), file)
         offers = gather_objects(offer, group)
         blocks: list[HostBlock] = []
         problem = None
@@ -199,19 +216,6 @@ def shared_host_memory(group: ProcessGroup, num_bytes: int) -> HostMemory:
     if problems:
         raise ValueError(f"group must be ranks that can share memory; {'; '.join(problems)}")
     return HostMemory(blocks, rank, is_shared=True)
-
-
-def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
-    """`value` of every rank of `group`. Takes part in no other group."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _machine_id() -> str:
-    """Equal for processes that see each other in /proc."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _map_peer(pid: int, file: int, num_bytes: int) -> HostBlock:
@@ -241,8 +245,14 @@ class DeviceMemory:
             import torch.distributed._symmetric_memory as symm_mem
 
             require_reachable_peers(group, device)
-            self.tensor = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
-            self._handle = symm_mem.rendezvous(self.tensor, group)
+            try:
+                self.tensor = symm_mem.empty(num_bytes, dtype=torch.uint8, device=device)
+                self._handle = symm_mem.rendezvous(self.tensor, group)
+            except RuntimeError as error:
+                raise DeepMoEError(
+                    f"rank {self.rank} could not exchange memory with the group's ranks: "
+                    f"{explained(error)}"
+                ) from error
             # buffer_ptrs are the ranks' allocations; a pool may have put the tensor further in.
             bases = [int(address) for address in self._handle.buffer_ptrs]
             offset = self.tensor.data_ptr() - bases[self.rank]
@@ -263,79 +273,3 @@ class DeviceMemory:
     def synchronize(self) -> None:
         """Wait for everything that was launched on the device."""
         torch.cuda.synchronize(self.device)
-
-
-@dataclass(frozen=True)
-class GpuIdentity:
-    """What a rank tells the others about its GPU."""
-
-    machine: str
-    uuid: str
-    has_fabric: bool  # whether its memory can be given to other machines
-
-
-def require_reachable_peers(group: ProcessGroup, device: torch.device) -> None:
-    """Raise ValueError on every rank of `group` unless all their GPUs reach each other's memory."""
-    gpus = gather_objects(gpu_identity(device), group)
-    problem = unreachable_peer(gpus, dist.get_rank(group), link_of_gpus)
-    problems = [text for text in gather_objects(problem, group) if text is not None]
-    if problems:
-        raise ValueError(
-            f"group must be ranks whose GPUs are linked by NVLink; {'; '.join(problems)}"
-        )
-
-
-def unreachable_peer(
-    gpus: Sequence[GpuIdentity], rank: int, is_linked: Callable[[str, str], bool | None]
-) -> str | None:
-    """Words for the first rank whose memory `rank` cannot work on, or None.
-
-    is_linked: whether the first GPU, given by its uuid, can do all the kernel does in the second
-        one's memory, its atomic operations included; None if this process does not see it.
-    """
-    own = gpus[rank]
-    for peer, gpu in enumerate(gpus):
-        if gpu.machine != own.machine:
-            if not (own.has_fabric and gpu.has_fabric):
-                return f"rank {rank} and rank {peer} run on different machines"
-        elif gpu.uuid != own.uuid and is_linked(own.uuid, gpu.uuid) is False:
-            return f"the GPU of rank {rank} is not linked to that of rank {peer}"
-    return None
-
-
-def gpu_identity(device: torch.device) -> GpuIdentity:
-    from cuda.bindings import driver
-
-    has_fabric = _device_attribute(
-        driver.cuDeviceGetAttribute,
-        driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED,
-        device.index,
-    )
-    uuid = torch.cuda.get_device_properties(device).uuid
-    return GpuIdentity(_machine_id(), str(uuid), has_fabric)
-
-
-def link_of_gpus(uuid: str, peer_uuid: str) -> bool | None:
-    """`is_linked` of `unreachable_peer`, by what the driver says."""
-    from cuda.bindings import driver
-
-    indices = {
-        str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
-    }
-    if peer_uuid not in indices:
-        return None
-    pair = indices[uuid], indices[peer_uuid]
-    query, names = driver.cuDeviceGetP2PAttribute, driver.CUdevice_P2PAttribute
-    return _device_attribute(
-        query, names.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED, *pair
-    ) and _device_attribute(query, names.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, *pair)
-
-
-def _device_attribute(query: Callable[..., tuple[Any, int]], attribute: Any, *devices: int) -> bool:
-    """A yes-or-no attribute of one device or of a pair of them."""
-    from cuda.bindings import driver
-
-    status, value = query(attribute, *(driver.cuDeviceGet(index)[1] for index in devices))
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA could not query {attribute.name}: {status.name}")
-    return bool(value)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
+from deep_moe.fused.peers import exists
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,7 +43,8 @@ class SharedBuffers:
     to the next power of two, so that this happens seldom."""
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str | None, torch.device, LayerSizes], SymmBuffer] = {}
+        # By group itself: one that was made after another was destroyed may have its name.
+        self._buffers: dict[tuple[ProcessGroup | None, torch.device, LayerSizes], SymmBuffer] = {}
 
     def buffer(
         self,
@@ -55,7 +57,8 @@ class SharedBuffers:
         with the same arguments, in the same order as the others: where the buffer has to be made
         or made anew, ranks meet."""
         device = with_index(device)
-        key = (None if group is None else group.group_name, device, sizes)
+        self._drop_those_of_destroyed_groups()
+        key = (group, device, sizes)
         found = self._buffers.get(key)
         if found is not None and found.shape.num_max_tokens_per_rank >= num_tokens:
             return found
@@ -83,6 +86,11 @@ class SharedBuffers:
             )
         self._buffers[key] = made
         return made
+
+    def _drop_those_of_destroyed_groups(self) -> None:
+        """As an engine leaves them that ends and starts again in the same process."""
+        for key in [key for key in self._buffers if key[0] is not None and not exists(key[0])]:
+            self._buffers.pop(key).close()
 
     def close(self) -> None:
         """Close all. On every rank, before a process group is destroyed."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from deep_moe.fused.peers import exists
 from deep_moe.heuristics.low_latency import LowLatencyShape
 from deep_moe.split.grouped_experts import (
     GroupedExperts,
@@ -43,7 +44,8 @@ class SharedSteps:
     after the other, so that one of each is enough."""
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[object, ...], Steps] = {}
+        # By group itself: one that was made after another was destroyed may have its name.
+        self._steps: dict[tuple[Any, ...], Steps] = {}
 
     def steps(
         self,
@@ -57,9 +59,10 @@ class SharedSteps:
         """Every rank of `group` must call this with the same arguments, in the same order as the
         others: where the steps have to be made, ranks meet. Raises UnsupportedError, on all, if
         they cannot be made: for ranks whose GPUs are not linked."""
-        name = None if group is None else group.group_name
+        for old in [old for old in self._steps if old[0] is not None and not exists(old[0])]:
+            self._steps.pop(old).close()
         device = with_index(device)
-        key = (name, device, sizes, activation, max_tokens_per_rank, arch)
+        key = (group, device, sizes, activation, max_tokens_per_rank, arch)
         if key not in self._steps:
             try:
                 self._steps[key] = _make_steps(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from deep_moe.fused.buffer import describe_difference, ranks_of
 from deep_moe.fused.checks import named_as
-from deep_moe.fused.symm_memory import gather_objects
+from deep_moe.fused.peers import gather_objects
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

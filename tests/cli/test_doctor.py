@@ -5,15 +5,20 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from deep_moe.cli import app
 from deep_moe.cli.doctor import Finding, _guarded, _packages
-from deep_moe.cli.driver import driver_cuda_version
 from deep_moe.cli.packages import REQUIREMENTS
+from deep_moe.errors import DeepMoEError
+from deep_moe.fused import peers
+from deep_moe.jit import driver
 from deep_moe.jit.cache import make_key
+from deep_moe.jit.driver import driver_cuda_version
 
 doctor = importlib.import_module("deep_moe.cli.doctor")  # the package's name is the command
 
@@ -124,3 +129,42 @@ def test_the_table_names_every_check():
     printed = CliRunner().invoke(app, ["doctor"]).stdout
     for name in ("python", "torch", "headers", "compiler", "kernel cache", "emulator", "GPU"):
         assert name in printed
+
+
+def test_a_driver_for_an_older_cuda_is_refused_at_the_first_kernel(monkeypatch: pytest.MonkeyPatch):
+    for supported, is_refused in (((12, 9), True), ((13, 0), False), (None, False)):
+        driver.require_driver.cache_clear()
+        monkeypatch.setattr(driver, "driver_cuda_version", lambda found=supported: found)
+        if is_refused:
+            with pytest.raises(DeepMoEError, match=r"580 or newer; got one for CUDA 12\.9"):
+                driver.require_driver()
+        else:
+            driver.require_driver()
+    driver.require_driver.cache_clear()
+
+
+def test_what_ranks_could_share_is_said(monkeypatch: pytest.MonkeyPatch):
+    linked = {"a": "b", "b": "a"}
+    properties = [SimpleNamespace(uuid=name) for name in "abc"]
+    for name, stand_in in (
+        ("is_available", lambda: True),
+        ("device_count", lambda: 3),
+        ("current_device", lambda: 0),
+        ("get_device_properties", lambda index: properties[index]),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(peers, "own_problem", lambda device: None)
+    monkeypatch.setattr(peers, "link_of_gpus", lambda own, peer: linked.get(own) == peer)
+    monkeypatch.setattr(peers, "fabric_of", lambda uuid: peers.Fabric("rack.1", None))
+    finding = _guarded(doctor._shared_memory)
+    assert finding.detail == (
+        "no link between GPUs 0 and 2, 1 and 2; with other machines: NVLink domain rack.1"
+    )
+    assert finding.state == "absent"
+    monkeypatch.setattr(peers, "link_of_gpus", lambda own, peer: True)
+    monkeypatch.setattr(peers, "fabric_of", lambda uuid: peers.Fabric(problem="no fabric"))
+    finding = _guarded(doctor._shared_memory)
+    assert finding.detail == "3 GPUs, all linked; with other machines: no fabric"
+    assert finding.state == "ok"
+    monkeypatch.setattr(peers, "own_problem", lambda device: "a fault")
+    assert _guarded(doctor._shared_memory) == Finding("shared memory", "missing", "a fault")

@@ -204,7 +204,7 @@ def test_what_a_buffer_is_made_with(changes: dict[str, Any], text: str) -> None:
 
 def test_more_than_one_node_is_refused(run_ranks, monkeypatch) -> None:  # noqa: F811
     def work(rank: int) -> None:
-        monkeypatch.setattr("deep_moe.fused.symm_memory._machine_id", lambda: f"node {rank}")
+        monkeypatch.setattr("deep_moe.fused.symm_memory.machine_id", lambda: f"node {rank}")
         with pytest.raises(ValueError, match="it runs on another machine"):
             make(2, dist.group.WORLD)
 

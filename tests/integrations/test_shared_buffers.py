@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
 from deep_moe.integrations import shared_buffers, shared_steps
@@ -55,3 +56,43 @@ def test_the_same_is_true_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[3] is found[0]
     assert found[2] is found[1]
     assert made == [first, first, second, second]
+
+
+@pytest.mark.parametrize("kind", ["buffers", "steps"])
+def test_an_engine_that_starts_again_gets_new_ones(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its new group has the name of the one that was destroyed."""
+    made: list[Any] = []
+
+    def make(*_: Any, **options: Any) -> SimpleNamespace:
+        one = SimpleNamespace(
+            shape=SimpleNamespace(num_max_tokens_per_rank=32), token_format="mxfp8", is_closed=False
+        )
+        one.close = lambda: setattr(one, "is_closed", True)
+        made.append(one)
+        return one
+
+    monkeypatch.setattr(shared_buffers, "get_symm_buffer_for_mega_moe", make)
+    for name in ("GroupedExperts", "LowLatencyAllToAll"):
+        monkeypatch.setattr(shared_steps, name, make)
+    cpu, buffers, steps = torch.device("cpu"), SharedBuffers(), SharedSteps()
+    names, found = [], []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            group = dist.group.WORLD
+            assert group is not None
+            names.append(group.group_name)
+            for _ in range(2):
+                if kind == "buffers":
+                    found.append(buffers.buffer(group, cpu, SIZES, 5))
+                else:
+                    found.append(steps.steps(group, cpu, SIZES, Swiglu(), 8, "sm_90a"))
+        finally:
+            dist.destroy_process_group()
+    assert names[0] == names[1]
+    assert found[0] is found[1]
+    assert found[2] is found[3]
+    assert found[2] is not found[0]
+    assert [one.is_closed for one in made] == [i < len(made) // 2 for i in range(len(made))]

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_moe.fused.symm_memory import gather_objects
+from deep_moe.fused.peers import gather_objects
 from deep_moe.targets import target_of_device
 
 # After the first rank has failed, the others have this long to fail as well: theirs may be the

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
-from deep_moe.fused import symm_memory
+from deep_moe.fused import peers
 from deep_moe.heuristics import MoEShape
 from deep_moe.jit.status import StatusCode
 from tests.layer import routing
@@ -258,7 +258,7 @@ def test_a_busy_side_stream(run_ranks: RunRanks, place: Place, num_ranks: int) -
 def make_buffers_of_unlinked_ranks(rank: Rank) -> str:
     """The last rank finds its GPU not to be linked to others."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(symm_memory, "link_of_gpus", lambda own, peer: not rank.is_last)
+        patch.setattr(peers, "link_of_gpus", lambda own, peer: not rank.is_last)
         with pytest.raises(ValueError, match="linked by NVLink") as caught:
             make_buffer(rank, make_shape(rank.num_ranks))
     Scene(rank).expect_recovery()

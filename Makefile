@@ -20,7 +20,7 @@ visibly = printf '  %s ' "$(1)"; ( $(2) ) & pid=$$!; \
 	wait $$pid && echo ' done'
 
 .PHONY: demo docs test test-fast test-serving test-exporters test-trainers test-aarch64 test-versions \
-	sanitize lint format types clean venv emulator-library
+	test-wheel sanitize lint format types clean venv emulator-library
 
 demo: emulator-library
 	$(BIN)/python examples/demo.py
@@ -56,6 +56,10 @@ build/%/.ready: tests/%/requirements.txt $(READY)
 # The adapter of transformers with each version that an engine asks for.
 test-versions: emulator-library
 	$(BIN)/python -m tests.versions
+
+# The wheel in a bare environment of each Python that is here.
+test-wheel: $(READY)
+	$(BIN)/python -m tests.packaging.bare
 
 # The wheel for aarch64, made by a cross compiler, under user-mode emulation of that processor.
 # AARCH64: --quick, --or-skip; see python -m tests.aarch64 --help.

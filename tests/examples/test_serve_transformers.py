@@ -9,7 +9,7 @@ import pytest
 
 from .test_served_model import EXAMPLES
 
-pytest.importorskip("transformers", minversion="5.23")
+pytest.importorskip("transformers", minversion="5.16.1")
 
 SMALL = ["--layers", "2", "--experts", "8", "--topk", "2", "--hidden", "256"]
 SMALL += ["--intermediate", "128", "--prompts", "4", "--prompt-tokens", "8", "--new-tokens", "2"]

@@ -71,6 +71,10 @@ def float_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def checkpoint(float_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Experts in packed E2M1 with UE8M0 scales per 32, everything else in bfloat16."""
+    import transformers
+
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
+        pytest.skip("transformers before 5.20 cannot run a quantized DeepSeek-V4 on a CPU")
     folder = tmp_path_factory.mktemp("published")
     with pytest.MonkeyPatch.context() as patch:
         publish = example("serve_transformers", patch).publish

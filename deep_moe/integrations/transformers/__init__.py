@@ -10,6 +10,7 @@ docs/transformers.md says what is supported.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["close_buffers", "prepare", "register", "release"]
 
-# The versions whose interfaces this was written for.
-OLDEST, TOO_NEW = (5, 23), (6, 0)
+# The versions whose interfaces this was written for: from vLLM's and SGLang's on.
+OLDEST, TOO_NEW = (5, 16, 1), (6, 0)
 
 
 def register(
@@ -74,18 +75,22 @@ def register(
         target_of(arch)
     check_token_format("token_format", token_format)
     require_version("transformers", OLDEST, TOO_NEW)
-    from transformers.distributed.expert_parallel import EPImplementationInterface
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    from .expert_parallel import DeepMoEExpertParallel
     from .experts import NAME, experts_forward, set_options
     from .layer import Options
 
     set_options(Options(quantize, num_pool_tokens, max_tokens_per_rank, token_format, arch))
     for functions in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
         functions.register(NAME, experts_forward)
-    EPImplementationInterface.register(NAME, DeepMoEExpertParallel)
+    # Before 5.23 transformers lets nobody else bring the experts of other ranks their tokens.
+    if find_spec("transformers.distributed.expert_parallel") is not None:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        from .expert_parallel import DeepMoEExpertParallel
+
+        EPImplementationInterface.register(NAME, DeepMoEExpertParallel)
 
 
 def prepare(model: PreTrainedModel) -> dict[str, str]:

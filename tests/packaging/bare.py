@@ -1,0 +1,157 @@
+"""The wheel in a bare environment of each Python that is here: `make test-wheel`.
+
+    python -m tests.packaging.bare [PYTHON ...]
+
+Each gets a new environment and the wheel by `pip install`. There `deep-moe doctor` must find
+nothing missing, and a layer must run in the emulator, without a C++ compiler on the path. Where pip
+would take a PyTorch with CUDA of several gigabytes, everything but PyTorch is installed instead;
+there all files must compile and the emulator must run a kernel. `--cuda-torch` installs it all the
+same. Pythons are sought on the path and among pyenv's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+LAYER = ["run", "--exact", "--ranks", "2", "--tokens", "2", "--hidden", "128"]
+LAYER += ["--intermediate", "128", "--experts", "2", "--topk", "1"]
+# On numbers in memory, without PyTorch.
+KERNEL = '''
+import numpy as np
+from deep_moe.emulator import Machine
+ptx = """
+.version 8.6
+.target sm_90a
+.address_size 64
+.visible .entry kernel(.param .u64 out)
+{
+    .reg .b64 %rd<4>;
+    .reg .b32 %r<4>;
+    ld.param.u64 %rd1, [out];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %rd2, %r1, 4;
+    add.u64 %rd3, %rd1, %rd2;
+    mad.lo.u32 %r2, %r1, %r1, 7;
+    st.global.u32 [%rd3], %r2;
+    ret;
+}
+"""
+array = np.zeros(64, np.uint32)
+machine = Machine(seed=0, checks=True)
+machine.add_memory(0, array.ctypes.data, array.nbytes, "out")
+module = machine.load(ptx, name="squares")
+address = array.ctypes.data.to_bytes(8, "little")
+machine.launch(module, "kernel", grid=(1, 1, 1), block=(64, 1, 1), shared_bytes=0, args=[address])
+machine.run()
+assert (array == np.arange(64, dtype=np.uint32) ** 2 + 7).all()
+'''
+
+
+def main(arguments: list[str]) -> int:
+    with_cuda = "--cuda-torch" in arguments
+    named = [argument for argument in arguments if not argument.startswith("--")]
+    pythons = named or [found(version) for version in VERSIONS]
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="deep_moe_wheel_") as folder:
+        build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT)]
+        subprocess.run(build, check=True, capture_output=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        for python in pythons:
+            if not works(python):
+                print(f"{python:12} not here", flush=True)
+                continue
+            try:
+                result = check(python, wheel, Path(folder, "venv"), with_cuda)
+            except subprocess.CalledProcessError as error:
+                failed = True
+                output = f"{error.stdout or ''}{error.stderr or ''}"[-4000:]
+                result = f"FAILED: {' '.join(map(str, error.cmd))[:200]}\n{output}"
+            print(f"{python:12} {result}", flush=True)
+    return int(failed)
+
+
+def found(version: str) -> str:
+    name = f"python{version}"
+    if works(name):
+        return name
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    return next((str(path) for path in pyenv.glob(f"{version}.*/bin/{name}")), name)
+
+
+def works(python: str) -> bool:
+    command = [python, "-c", "import venv, ensurepip"]
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+def check(python: str, wheel: Path, venv: Path, with_cuda: bool) -> str:
+    """What was found in a new environment."""
+    subprocess.run([python, "-m", "venv", str(venv)], check=True, capture_output=True)
+    try:
+        return check_in(venv, wheel, with_cuda)
+    finally:
+        shutil.rmtree(venv)
+
+
+def check_in(venv: Path, wheel: Path, with_cuda: bool) -> str:
+    commands = venv / "bin"
+    # No g++ and nothing else of this machine: of the path only the environment's own commands.
+    environment = {
+        **{name: text for name, text in os.environ.items() if not name.startswith("PYTHON")},
+        "PATH": str(commands),
+        "DEEP_MOE_CACHE_DIR": str(venv / "cache"),
+    }
+
+    def run(*command: str) -> str:
+        result = subprocess.run(
+            [str(commands / command[0]), *command[1:]],
+            env=environment,
+            cwd=venv,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return result.stdout
+
+    version = run("python", "-c", "import platform; print(platform.python_version())").strip()
+    report = run("pip", "install", "--quiet", "--dry-run", "--report", "-", str(wheel))
+    packages = {
+        item["metadata"]["name"].lower(): item["metadata"] for item in json.loads(report)["install"]
+    }
+    torch = packages.pop("torch")["version"]
+    of_cuda = [name for name in packages if name.startswith(("nvidia-cublas", "nvidia-cudnn"))]
+    if of_cuda and not with_cuda:
+        needed = [
+            f"{name}=={package['version']}"
+            for name, package in packages.items()
+            if name.startswith(("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl"))
+            or not name.startswith(("nvidia-", "triton", "deep-moe", "cuda-toolkit"))
+        ]
+        run("pip", "install", "--quiet", "--no-deps", *needed, str(wheel))
+        run("python", "-W", "error", "-m", "compileall", "-q", *installed_packages(venv))
+        run("python", "-c", KERNEL)
+        return f"{version}: without PyTorch (pip takes {torch} with CUDA): compiles, emulates"
+    run("pip", "install", "--quiet", str(wheel))
+    missing = [row for row in json.loads(run("deep-moe", "doctor", "--json")) if row["remedy"]]
+    compiler = {"host compiler"}  # a wheel needs none
+    assert {row["name"] for row in missing} <= compiler, missing
+    assert "ok" in run("deep-moe", *LAYER)
+    return f"{version}: with PyTorch {torch}: doctor and a layer"
+
+
+def installed_packages(venv: Path) -> list[str]:
+    return [str(path) for path in venv.glob("lib/python3.*/site-packages/deep_moe")]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -100,7 +100,7 @@ class BinaryDistribution(Distribution):
 
 class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        """Any Python 3, and any Linux on the libraries' processor whose glibc has what they need."""
+        """Any Python 3, and any Linux on the libraries' processor with the glibc that they need."""
         platform = super().get_tag()[2]
         builder = load_emulator_builder()
         libraries = [

@@ -181,19 +181,16 @@ std::vector<Object> new_objects() {
     static auto* known = new std::set<uintptr_t>;
     static unsigned long long num_loads = 0;
     std::vector<Object> found;
-    struct Search {
-        std::vector<Object>& found;
-    } search{found};
     dl_iterate_phdr(
         [](dl_phdr_info* info, size_t, void* data) {
             if (info->dlpi_adds == num_loads) return 1;
             const bool is_program = !info->dlpi_name || !*info->dlpi_name;
             if (known->insert(info->dlpi_addr).second)
-                static_cast<Search*>(data)->found.push_back(
+                static_cast<std::vector<Object>*>(data)->push_back(
                     {is_program ? "/proc/self/exe" : info->dlpi_name, info->dlpi_addr});
             return 0;
         },
-        &search);
+        &found);
     dl_iterate_phdr(
         [](dl_phdr_info* info, size_t, void*) {
             num_loads = info->dlpi_adds;

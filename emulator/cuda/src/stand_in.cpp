@@ -583,7 +583,6 @@ void StandIn::unload(Library* handle) {
     run_all();
     dm_unload(machine, l.image->module);
     libraries.erase(handle);
-    handle->magic = 0;
     // The functions stay: programs hold pointers to them, and are told when they use one.
     for (auto& [name, function] : l.image->functions) {
         function->magic = 0;

@@ -63,8 +63,6 @@ struct Graph {
 };
 
 struct Stream {
-    static constexpr uint64_t mark = 0x6d61657274732e63ull;
-    uint64_t magic = mark;
     Context* context = nullptr;
     unsigned flags = 0;  // 1: does not wait for the legacy stream
     int priority = 0;
@@ -75,16 +73,12 @@ struct Stream {
 };
 
 struct Event {
-    static constexpr uint64_t mark = 0x746e6576652e6375ull;
-    uint64_t magic = mark;
     unsigned flags = 0;  // 2: without times
     std::shared_ptr<Completion> recorded;
     std::shared_ptr<Graph> capture;  // in which it was recorded
 };
 
 struct Context {
-    static constexpr uint64_t mark = 0x747865746e6f632eull;
-    uint64_t magic = mark;
     Device device = 0;
     bool is_primary = false;
     int uses = 0;  // of a primary one
@@ -126,8 +120,6 @@ struct Image {  // PTX that the machine has loaded
 
 // CUmodule and CUlibrary
 struct Library {
-    static constexpr uint64_t mark = 0x79726172626c2e63ull;
-    uint64_t magic = mark;
     std::unique_ptr<Image> image;
 };
 
@@ -219,7 +211,6 @@ struct StandIn {
     void remove_from_machine(const Allocation& allocation);
     bool reaches(Device who, const Allocation& allocation) const;
     void append(const std::string& line);
-    void flush_quarantine(size_t keep);
 
     std::deque<Allocation> quarantine;  // freed, but not given back yet: late accesses find nothing
     size_t quarantined_bytes = 0;

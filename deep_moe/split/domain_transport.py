@@ -85,13 +85,13 @@ class DomainTransport:
             return self._waiter(lambda: _messages(received, sent, cross))
         device = self._device
         nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        lists = [
+        to_here, to_there = (
             [nothing if block is None else block.view(torch.uint8) for block in blocks]
             for blocks in (received, sent)
-        ]
+        )
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            dist.all_to_all(*lists, group=cross)
+            dist.all_to_all(to_here, to_there, group=cross)
             done = torch.cuda.Event()
             done.record(self._stream)
         return lambda: torch.cuda.current_stream(device).wait_event(done)

@@ -747,7 +747,9 @@ class LowLatencyAllToAll(SplitLayer):
         self._check_rows("x", x, shape.hidden, given)
         num_tokens = x.shape[0]
         require_type("origins", origins, torch.Tensor, "a tensor with relays_tokens")
-        numbers = {"origins": (origins, torch.int32, (num_tokens,))}
+        numbers: dict[str, tuple[torch.Tensor | None, torch.dtype, tuple[int, ...]]] = {
+            "origins": (origins, torch.int32, (num_tokens,))
+        }
         dtype = shape.tokens.scale_torch_dtype
         if dtype is None:
             if x_sf is not None:

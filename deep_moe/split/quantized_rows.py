@@ -39,8 +39,8 @@ def quantize_rows(
     num_rows = x.shape[0]
     is_usual = tokens.values_per_scale in (32, GROUP_SIZE) and tokens.is_of_products
     if is_usual and x.dtype == torch.bfloat16 and tokens.values_per_word == GROUP_SIZE:
-        ids, weights, *outputs = scratch
-        rows = (values, scales, *outputs)
+        ids, weights, ids_out, weights_out = scratch
+        rows = (values, scales, ids_out, weights_out)
         prepare_rows(x, ids[:num_rows], weights[:num_rows], rows, arch)
         return
     if tokens.values_per_scale < tokens.values_per_word and not tokens.packs_scales:

@@ -314,10 +314,10 @@ class ThroughputMoE:
         require_type("received", received, Received, "what a dispatch returned")
         x, scales = received.x, received.x_sf
         if self._behind is not None:
-            *rows, scratch = self._behind
+            values, own_scales, scratch = self._behind
             arch = self.all_to_all.settings.arch
-            quantize_rows(x, self.experts.tokens, *rows, scratch, arch, packs=True)
-            x, scales = rows
+            quantize_rows(x, self.experts.tokens, values, own_scales, scratch, arch, packs=True)
+            x, scales = values, own_scales
         return self.experts(
             x,
             scales,

@@ -219,8 +219,8 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         statistics = {"expert_totals": expert_totals, "wait_cycles": wait_cycles}
         waited = self._cycles_inside(wait_cycles)
         if expert_totals is not None:
-            size = (self._inside.shape.num_experts_per_rank,)
-            check_tensor("expert_totals", expert_totals, torch.int32, size, self.device)
+            of_experts = (self._inside.shape.num_experts_per_rank,)
+            check_tensor("expert_totals", expert_totals, torch.int32, of_experts, self.device)
         refuse_shared_memory(statistics, {"x": x, "topk_idx": topk_idx})
         if torch.is_grad_enabled():
             refuse_gradients(x=x)

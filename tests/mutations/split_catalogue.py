@@ -153,7 +153,7 @@ SPLIT_MUTATIONS = (
         replaced("source_told", "token_topk_idx", "token_idx * Config::num_topk"),
         "race|result",
     ),
-    M("source_is_the_slot", replaced("token_told", "token_idx", "token_topk_idx"), "result"),
+    M("source_is_the_slot", replaced("token_told", "number", "token_topk_idx"), "result"),
     # ---- combine
     M("expert_rows_before_shared", removed("expert_rows_shared"), "race|misuse"),
     M("rows_into_the_other_half", replaced("row_sent", "half", "half ^ 1"), "race|result"),

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import threading
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from deep_moe.fused.call_tensors import with_statistics
 from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import prepare_launch
 from deep_moe.fused.options import CallArguments, CallOptions
+from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
 from deep_moe.targets.config import MegaMoEConfig
 
 Weights = tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -102,6 +104,39 @@ def test_a_later_call_is_given_the_arguments_of_a_first_one(calls: Calls) -> Non
     for _ in range(2):
         assert [calls.prepare(**kind) for kind in kinds] == first
         assert [calls.prepare(**kind) for kind in reversed(kinds)] == first[::-1]
+
+
+def test_a_recorded_call_has_a_kernel_of_its_own(calls: Calls) -> None:
+    records = torch.zeros(64, dtype=torch.uint8)
+    recorder = SimpleNamespace(attach=lambda config: records, capacity=1)
+    traces = []
+    for own in (None, recorder, None, recorder):
+        calls.buffer.recorder = own  # type: ignore[assignment]
+        traces.append(calls.prepare()[0].config.trace)
+    calls.buffer.recorder = None
+    assert traces == [False, True, False, True]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_views_of_known_weights_are_looked_at(calls: Calls, place: int) -> None:
+    """They have the addresses of the known ones."""
+    own = calls.weights["sm_100a"]
+    calls.prepare()
+    tensors = list(own.tensors)
+    tensors[place] = tensors[place].view(torch.int16)
+    with pytest.raises(TypeError, match=r"l[12]_weights\[[01]\] must be torch\..*got torch.int16"):
+        calls.prepare(weights=own.with_tensors(tensors))
+
+
+def test_uneven_counts_are_not_taken_for_many(calls: Calls) -> None:
+    status = calls.buffer.memory.status
+    status.received = 3
+    even, _ = calls.prepare(y=calls.y[:1])
+    status.received = 3 | RECEIVED_UNEVENLY
+    uneven, _ = calls.prepare(y=calls.y[:1])
+    status.received = 0
+    assert even.config.decision.num_tokens < calls.buffer.shape.num_max_tokens_per_rank
+    assert even.config.decision.num_tokens == uneven.config.decision.num_tokens
 
 
 # Values of every option, and what of a call's plan must follow from them.

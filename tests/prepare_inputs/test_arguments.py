@@ -179,3 +179,15 @@ def test_tokens_that_start_at_a_multiple_of_16_bytes_are_taken() -> None:
     buffer = CPU.buffer()
     deep_moe.prepare_inputs(**{**valid(), "x": shifted(8)}, sym_buffer=buffer)
     assert not buffer.x[:4].view(torch.uint8).any()
+
+
+def test_a_buffer_of_another_top_k_is_refused_after_one_that_fits() -> None:
+    """Its other views have the same form."""
+    x, ids = torch.ones(4, 256, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.int64)
+    two, three = (
+        deep_moe.get_symm_buffer_for_mega_moe(None, 8, 16, num_topk, 256, 128, device="cpu")
+        for num_topk in (2, 3)
+    )
+    deep_moe.prepare_inputs(x, ids, torch.ones(4, 2), two)
+    with pytest.raises(ValueError, match=r"topk_idx must have shape \(4, 3\) for this buffer"):
+        deep_moe.prepare_inputs(x, ids, torch.ones(4, 2), three)

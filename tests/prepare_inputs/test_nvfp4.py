@@ -54,6 +54,15 @@ def test_a_scale_of_all_tokens(shape: tuple[int, ...]) -> None:
     check(buffer_of(), x, scale.max().item(), token_scale=scale)
 
 
+def test_with_and_without_a_scale_of_all_tokens_in_turn() -> None:
+    """What the first call has worked out holds for calls of its kind only."""
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    scale = torch.tensor([0.0017])
+    for _ in range(2):
+        check(buffer_of(), x, None)
+        check(buffer_of(), x, scale.item(), token_scale=scale)
+
+
 def test_what_does_not_go_together_is_named() -> None:
     x, given = torch.zeros(2, 256).bfloat16(), routing(2, 2)
     mxfp8 = buffer_of(weights="mxfp4")

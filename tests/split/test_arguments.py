@@ -320,3 +320,17 @@ def test_ranks_of_one_process_run_together(inputs) -> None:
 def test_the_names_are_public() -> None:
     assert deep_moe.LowLatencyAllToAll is LowLatencyAllToAll
     assert deep_moe.EmulatedAllToAll is EmulatedAllToAll
+
+
+def test_many_rows_of_one_expert_come_back() -> None:
+    """More than few bits of a row hold."""
+    num_tokens = 300
+    layer = deep_moe.LowLatencyAllToAll(
+        None, num_tokens, 128, 2, 1, token_format="bf16", num_sms=1, device="cpu"
+    )
+    x = torch.arange(num_tokens).bfloat16().view(-1, 1).expand(-1, 128).contiguous()
+    topk_idx = torch.zeros(num_tokens, 1, dtype=torch.int64)
+    received = layer.dispatch(x, topk_idx)
+    assert torch.equal(received.recv_x[0, :num_tokens], x)
+    out = layer.combine(received.recv_x, topk_idx, torch.ones(num_tokens, 1), received.handle)
+    assert torch.equal(out, x)

@@ -170,3 +170,14 @@ def test_public_names() -> None:
         layers.layers[0].dispatch(tokens(), ids())
     assert "up to 4 tokens and 64 received rows" in repr(layers.layers[1])
     layers.close()
+
+
+def test_many_rows_of_one_expert_come_back() -> None:
+    """More than few bits of a place or a row hold."""
+    num_tokens = 600
+    layer = AllToAll(None, num_tokens, 128, 2, 1, 1024, device="cpu", num_sms=1)
+    x = torch.arange(num_tokens).bfloat16().view(-1, 1).expand(-1, 128).contiguous()
+    topk_idx = torch.zeros(num_tokens, 1, dtype=torch.int64)
+    received, handle = layer.dispatch(x, topk_idx)
+    assert torch.equal(received.x[:num_tokens], x)
+    assert torch.equal(layer.combine(received.x, handle), x)

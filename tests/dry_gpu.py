@@ -1,0 +1,103 @@
+"""A plugin for pytest: runs tests of GPUs where there is none, up to where they touch one.
+
+    python -m pytest -p tests.dry_gpu -m gpu tests/layer
+
+They see a machine of two H100s. What comes so far has fixtures that work, configs that kernels
+are chosen for, calls of helpers and of ranks' functions that fit their signatures, and arguments
+that can be sent to ranks. The rest of them type checkers read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import Callable, Generator, Iterable
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from deep_moe import jit
+from tests.layer.rank_pool import RankPool
+
+NAME, CAPABILITY, NUM_GPUS = "NVIDIA H100 80GB HBM3", (9, 0), 2
+PROPERTIES = SimpleNamespace(
+    name=NAME,
+    major=CAPABILITY[0],
+    minor=CAPABILITY[1],
+    multi_processor_count=132,
+    total_memory=80 << 30,
+    L2_cache_size=50 << 20,
+)
+
+
+class ReachedGpuError(pytest.skip.Exception):
+    """The test has come to what only a GPU does. Tests whose fixtures do so are skipped."""
+
+
+def reach(*_: Any, **__: Any) -> NoReturn:
+    raise ReachedGpuError("the GPU is reached")
+
+
+def send(place: Any, num_ranks: int, work: Callable[..., Any], *args: Any, **_: Any) -> NoReturn:
+    """In place of `run_ranks`."""
+    inspect.signature(work).bind(None, *args)
+    pickle.dumps((place, work, args))
+    raise ReachedGpuError("the GPU is reached")
+
+
+def choose_all(configs: Iterable[Any]) -> None:
+    """In place of `compile_all`: which they are, is asked."""
+    for config in configs:
+        assert config.num_threads > 0
+
+
+_ANSWERS = {
+    "is_available": True,
+    "device_count": NUM_GPUS,
+    "current_device": 0,
+    "get_device_capability": CAPABILITY,
+    "get_device_name": NAME,
+    "get_device_properties": PROPERTIES,
+    "mem_get_info": (70 << 30, 80 << 30),
+    "set_device": None,
+    "synchronize": None,
+    "empty_cache": None,
+    "is_current_stream_capturing": False,
+}
+
+
+def pytest_configure() -> None:
+    for name, answer in _ANSWERS.items():
+        setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
+    # The first that each tensor, stream, event and graph of a GPU asks.
+    torch.cuda._lazy_init = torch.multiprocessing.spawn = reach
+    for name in ("Stream", "Event", "CUDAGraph", "graph", "device", "current_stream", "stream"):
+        setattr(torch.cuda, name, reach)
+    # What else takes long, or starts processes that know of no GPU.
+    jit._build = reach
+    RankPool._start = reach  # type: ignore[method-assign]
+    torch.multiprocessing.start_processes = reach
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for module in {item.module for item in items if isinstance(item, pytest.Function)}:
+        if hasattr(module, "compile_all"):
+            module.compile_all = choose_all
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any) -> Generator[None, Any, Any]:
+    if fixturedef.argname == "run_ranks":
+        fixturedef.func = lambda **_: send
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, Any, Any]:
+    """A test that comes to the GPU has passed."""
+    try:
+        return (yield)
+    except ReachedGpuError:
+        return True

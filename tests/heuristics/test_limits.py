@@ -1,12 +1,13 @@
 """For random problems and overrides: a config within every limit, or an error that names one."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics import PRESETS, MoEShape, preset_activation, preset_shape
 from deep_moe.heuristics.smem_layout import num_combine_bytes
 from deep_moe.targets import TARGETS, choose_config
 
@@ -64,7 +65,7 @@ def config_or_refusal(*args, **kwargs):
     return config, ""
 
 
-def check_within_limits(config):
+def check_resources(config):
     smem, tmem, symm = config.smem_layout, config.tmem_layout, config.symm_buffer_layout
     assert sum(row.num_bytes for row in smem.rows()) == config.smem_bytes <= 232448
     assert sum(row.num_bytes for row in symm.rows()) == symm.num_bytes
@@ -78,7 +79,13 @@ def check_within_limits(config):
     registers = config.explain().registers
     assert sum(row.registers for row in registers) <= 64512
     assert sum(row.num_warps for row in registers) * 32 == config.num_threads <= 1024
+    at_launch = 65536 // config.num_threads // 8 * 8
+    assert sum(row.registers for row in registers) <= at_launch * config.num_threads
 
+
+def check_within_limits(config):
+    check_resources(config)
+    smem = config.smem_layout
     # boxes of the tensor maps
     padded_block_m = -(-config.block_m // 128) * 128
     assert max(config.block_m // config.cluster_size, padded_block_m) <= 256
@@ -160,3 +167,22 @@ def test_more_experts_on_a_rank_than_a_warp_can_keep_counts_of_are_refused(arch)
     message = "num_experts must be at most 512 per rank, 512 on 1; got 513"
     with pytest.raises(ValueError, match=message):
         choose_config(MoEShape(1, 513, 16, 256, 128, 64), 64, arch=arch)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_published_models_in_every_format(name):
+    """On SM100 by all limits; SM90's tiles of other formats come in other sizes."""
+    shape = preset_shape(name, num_ranks=8, num_max_tokens_per_rank=8192)
+    for arch in ("sm_90a", "sm_100a"):
+        for own in TARGETS[arch].weights:
+            if own.tokens.has_float_scales and shape.hidden % 128:
+                continue
+            formats = {"weights": own.weights, "token_format": own.token_format}
+            for num_tokens in (64, 8192):
+                config = choose_config(
+                    replace(shape, **formats),
+                    num_tokens,
+                    arch=arch,
+                    activation=preset_activation(name),
+                )
+                (check_within_limits if arch == "sm_100a" else check_resources)(config)

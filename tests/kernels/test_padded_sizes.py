@@ -71,6 +71,20 @@ def test_random_layer_is_right(arch: str, weights: str) -> None:
     assert result.is_right, result
 
 
+@parametrize(
+    ("arch", "weights"),
+    [(name, pair) for name in ARCHS for pair in usual_pairs(name)],
+    everyday=[("sm_90a", "nvfp4"), ("sm_100a", "nvfp4 x nvfp4")],
+)
+def test_the_width_of_gemma_4(arch: str, weights: str) -> None:
+    """704, five and a half blocks."""
+    shape = shape_of(128, 704, weights=weights)
+    layer = random_layer(shape, scale_block=scale_block(arch, weights))
+    case = LayerCase(shape, layer, arch=arch)
+    (result,) = case.compare_call([random_tokens(shape, 9, seed=1)])
+    assert result.is_right, result
+
+
 @pytest.mark.parametrize("scale_block", [(1, 32), (128, 128)])
 def test_fp8_on_sm100_takes_scales_of_both_kinds(scale_block: tuple[int, int]) -> None:
     shape = shape_of(352, 160, biases=True, weights="fp8")

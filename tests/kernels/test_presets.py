@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from deep_moe import jit
 from deep_moe.heuristics import PRESETS, preset_activation, preset_shape
 from deep_moe.targets import TARGETS, choose_config
 from tests.everyday import parametrize
+from tests.pairs import formats
 
 # Where the math warps leave dispatch and loaders 56 registers: 112 local experts and SiTU are most.
 MAX_SPILL_BYTES = {72: 0, 56: 24}
@@ -33,8 +35,17 @@ def cases() -> list[tuple[str, str, int]]:
     return chosen
 
 
-def check(name: str, arch: str, num_tokens: int) -> None:
-    shape = preset_shape(name, num_ranks=8, num_max_tokens_per_rank=8192)
+def decoded_cases() -> list[tuple[str, str, int, str]]:
+    """Each model on SM100 with 4-bit weights of one format beside BF16 tokens."""
+    pairs, archs, counts = ("nvfp4", "int4", "mxfp4 x bf16"), ("sm_100a", "sm_103a"), (8192, 64)
+    return [
+        (name, archs[i % 2], counts[i // 2 % 2], pairs[i % len(pairs)])
+        for i, name in enumerate(PRESETS)
+    ]
+
+
+def check(name: str, arch: str, num_tokens: int, pair: str = "mxfp4") -> None:
+    shape = replace(preset_shape(name, num_ranks=8, num_max_tokens_per_rank=8192), **formats(pair))
     config = choose_config(shape, num_tokens, arch=arch, activation=preset_activation(name))
     compilation = jit.compile_source(
         jit.render_kernel(config), arch=arch, include_paths=jit.find_headers().include_paths
@@ -60,3 +71,9 @@ def test_a_sample_compiles(name: str, arch: str) -> None:
 @pytest.mark.parametrize(("name", "arch", "num_tokens"), cases())
 def test_all_compile(name: str, arch: str, num_tokens: int) -> None:
     check(name, arch, num_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "arch", "num_tokens", "pair"), decoded_cases())
+def test_decoded_weights_compile(name: str, arch: str, num_tokens: int, pair: str) -> None:
+    check(name, arch, num_tokens, pair)

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
+from deep_moe.activations import (
+    Activation,
+    GeluTanh,
+    Relu2,
+    Situ,
+    Swiglu,
+    SwigluOai,
+    SwigluStep,
+)
 
 RENDERED = "kernel.cu"
 
@@ -1291,6 +1299,103 @@ SM90_MUTATIONS = (
     ),
     of_formula(
         Situ(), "situ_up_bounded_as_gate", replaced("situ_up_bounded", "linear_beta", "beta")
+    ),
+    of_formula(
+        Relu2(),
+        "relu2_of_negative_numbers",
+        instead("relu2_positive", "const float positive = up;"),
+    ),
+    of_formula(Relu2(), "relu_not_squared", replaced("relu2_squared", "* positive", "")),
+    of_formula(
+        Relu2(), "two_rows_exchanged", replaced("two_rounded", "(second, first)", "(first, second)")
+    ),
+    of_formula(
+        Relu2(), "second_row_without_weight", replaced("second_applied", "* topk_weight", "")
+    ),
+    of_formula(
+        GeluTanh(),
+        "gelu_of_the_plain_sigmoid",
+        replaced("gelu_argument", "+ cubic * (gate * gate)", ""),
+    ),
+    of_formula(
+        GeluTanh(), "gelu_of_the_other_sign", replaced("gelu_sigmoid", "-argument", "argument")
+    ),
+    of_formula(
+        SwigluStep(2.7),
+        "step_gate_limited_before_silu",
+        replaced("step_silu", "(gate, 1.0f)", "(ptx::min_nan_f32(gate, limit), 1.0f)"),
+    ),
+    of_formula(
+        SwigluStep(2.7),
+        "step_silu_not_limited",
+        replaced("step_limited", "ptx::min_nan_f32(silu, limit)", "silu"),
+    ),
+    of_formula(
+        SwigluStep(2.7),
+        "step_up_limited_from_above_only",
+        replaced("step_up_limited", "-limit", "-1e30f"),
+    ),
+    M(
+        "relu2_loses_nan",
+        replaced("relu2_positive", "ptx::max_nan_f32", "fmaxf"),
+        "result",
+        test="test_activations::test_extremes_and_nan",
+        arguments={"activation": Relu2(), "fast_math": True},
+    ),
+    *(
+        M(
+            name,
+            edit,
+            catcher,
+            test="test_without_gate::test_every_main_loop_with_an_odd_number_of_blocks",
+            arguments={"arch": arch, "pair": pair, "tile": 1},
+        )
+        for name, arch, pair, edit, catcher in (
+            (
+                "first_half_twice",
+                "sm_100a",
+                "bf16 x bf16",
+                replaced("half_loaded", "(h * 16u << 16)", "0"),
+                "result",
+            ),
+            (
+                "halves_stored_at_one_place",
+                "sm_100a",
+                "mxfp4 x mxfp8",
+                replaced(
+                    "part_stored", "num_parts * block.n_block_idx + part_idx", "block.n_block_idx"
+                ),
+                "result|race|misuse|timeout",
+            ),
+            (
+                "values_of_both_warpgroups_at_one_place",
+                "sm_90a",
+                "bf16 x bf16",
+                replaced("values_k_block", "+ thread_.warpgroup_idx()", ""),
+                "result|race|misuse",
+            ),
+            (
+                "maxima_of_half_a_row",
+                "sm_90a",
+                "mxfp4 x mxfp8",
+                removed("further_maxima"),
+                "result",
+            ),
+            (
+                "maxima_of_the_other_warpgroup",
+                "sm_90a",
+                "mxfp4 x mxfp8",
+                replaced("own_maxima", "thread_.warpgroup_idx() * Config::block_m", "0"),
+                "result|race",
+            ),
+        )
+    ),
+    M(
+        "factor_of_the_first_token",
+        replaced("factor_of_token", "is_second ? factor.y : factor.x", "factor.x"),
+        "result",
+        test="test_without_gate::test_every_main_loop_with_an_odd_number_of_blocks",
+        arguments={"arch": "sm_90a", "pair": "fp8 x fp8_token", "tile": 1},
     ),
     of_formula(Situ(), "tanh_as_near_zero_too_far", replaced("tanh_chosen", "0.25f", "0.4f")),
     M(

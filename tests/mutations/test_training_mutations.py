@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deep_moe.activations import Situ, Swiglu
+from deep_moe.activations import GeluTanh, Situ, Swiglu, SwigluStep
 from deep_moe.training import kernel_steps
 
 from ..training import test_kernels
@@ -32,7 +32,12 @@ def outcome() -> str:
             test_kernels.test_gathered_rows_are_bit_equal(32, rounds=True)
             test_kernels.test_scattered_rows_are_bit_equal(3)
             test_kernels.test_what_is_added_to_rows("all")
-            for activation in (Swiglu(clamp=0.75), Situ(beta=1.0, linear_beta=2.0)):
+            for activation in (
+                Swiglu(clamp=0.75),
+                Situ(beta=1.0, linear_beta=2.0),
+                GeluTanh(),
+                SwigluStep(0.5),
+            ):
                 test_kernels.test_activation_and_its_gradients(activation, False, True)
             test_kernels.test_activation_is_rounded_to_mxfp8()
             test_kernels.test_rounded_weights_are_bit_equal()

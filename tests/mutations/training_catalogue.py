@@ -45,6 +45,8 @@ TRAINING_MUTATIONS = (
     M("weight_gradient_weighted", replaced("weight_gradient", "value * d_value", "value * d_value * weight"), "result"),
     M("linear2_gradient_unweighted", replaced("activated_weighted", "value * weight", "value"), "result"),
     M("slope_beyond_the_clamp", replaced("swiglu_gate_slope", "gate > clamp", "false"), "result"),
+    M("gelu_slope_of_a_square", replaced("gelu_slope", "3.0f * cubic", "2.0f * cubic"), "result"),
+    M("step_slope_beyond_the_limit", replaced("step_gate_slope", "of_gate.value > limit", "false"), "result"),
     M("situ_without_its_bound", replaced("situ_gate_slope", "bounded.slope", "1.0f"), "result"),
     # ---- MXFP8
     M("gathered_as_it_is", removed("gathered_rounded"), "result"),

@@ -26,9 +26,10 @@ __device__ __forceinline__ float apply_activation(float gate, float up, float to
 template <class Config>
 __device__ __forceinline__ float2 apply_activation_to_two(float first, float second,
                                                           float topk_weight) {
-    const uint32_t rounded = ptx::cvt_rn_bf16x2_f32(second, first);
+    const uint32_t rounded = ptx::cvt_rn_bf16x2_f32(second, first);  //~ two_rounded
     first = Config::Activation::apply(__uint_as_float(rounded << 16)) * topk_weight;
-    second = Config::Activation::apply(__uint_as_float(rounded & 0xffff0000u)) * topk_weight;
+    second = Config::Activation::apply(__uint_as_float(rounded & 0xffff0000u)) *
+             topk_weight;  //~ second_applied
     return {first, second};
 }
 

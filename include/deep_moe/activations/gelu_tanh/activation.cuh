@@ -20,6 +20,7 @@ struct GeluTanh {
         // Further out the derivative's cube could overflow.
         const float near = ptx::max_nan_f32(ptx::min_nan_f32(gate, saturated), -saturated);
         const float sigma = sigmoid<fast_math>(argument(near));
+        //~ gelu_slope
         const float slope =
             sigma * (1.0f + near * (linear + 3.0f * cubic * near * near) * (1.0f - sigma));
         return {{gelu(gate), slope}, {up, 1.0f}};
@@ -28,11 +29,11 @@ struct GeluTanh {
  private:
     // Of the sigmoid. Where the square overflows, it is infinite as it should be.
     static __device__ __forceinline__ float argument(float gate) {
-        return gate * (linear + cubic * (gate * gate));
+        return gate * (linear + cubic * (gate * gate));  //~ gelu_argument
     }
 
     static __device__ __forceinline__ float gelu(float gate) {
-        return times_sigmoid<fast_math>(gate, -argument(gate));
+        return times_sigmoid<fast_math>(gate, -argument(gate));  //~ gelu_sigmoid
     }
 };
 

@@ -10,8 +10,8 @@ struct Relu2 {
     static constexpr bool has_gate = false;
 
     static __device__ __forceinline__ float apply(float up) {
-        const float positive = ptx::max_nan_f32(up, 0.0f);
-        return positive * positive;
+        const float positive = ptx::max_nan_f32(up, 0.0f);  //~ relu2_positive
+        return positive * positive;                         //~ relu2_squared
     }
 };
 

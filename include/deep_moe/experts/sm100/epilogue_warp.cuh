@@ -34,7 +34,7 @@ struct Accumulator {
     // The same of the 16 rows of one h.
     __device__ __forceinline__ void load_half(uint32_t first_token, uint32_t h,
                                               float (&values)[1][4]) const {
-        ptx::tcgen05_ld_16x256b(tmem + first_token + (h * 16u << 16), values[0]);
+        ptx::tcgen05_ld_16x256b(tmem + first_token + (h * 16u << 16), values[0]);  //~ half_loaded
         ptx::tcgen05_wait_ld(values);
     }
 

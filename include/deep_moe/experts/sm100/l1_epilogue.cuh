@@ -194,6 +194,7 @@ class L1Epilogue {
                     accumulator.release();  //~ l1_released
                 }
                 const uint32_t slot = (part_idx * num_tiles + tile_idx) % Smem::num_store_slots;
+                //~ part_stored
                 store_tile(block, token, slot, num_parts * block.n_block_idx + part_idx, atoms);
             }
         }

@@ -136,7 +136,7 @@ class L1Epilogue {
                 const bool is_second = i % 2 != 0;  // of the two tokens
                 float& low = values[b][4 * j + is_second];
                 float& high = values[b][4 * j + 2 + is_second];
-                const float of_token = is_second ? factor.y : factor.x;
+                const float of_token = is_second ? factor.y : factor.x;  //~ factor_of_token
                 const float (&row)[2] = factors.values[b];
                 const float (&bias)[2] = biases.values[b];
                 const float2 activated = apply_activation_to_two<Config>(
@@ -161,6 +161,7 @@ class L1Epilogue {
             const uint32_t first = num_values * (i / 2) + i % 2;
             maxima[i] = max(magnitude_bits(values[0][first]), magnitude_bits(values[1][first]));
             if constexpr (!has_gate) {
+                //~ further_maxima
                 maxima[i] = max(maxima[i], max(magnitude_bits(values[0][first + 2]),
                                                magnitude_bits(values[1][first + 2])));
             }
@@ -310,6 +311,7 @@ class L1Epilogue {
 
     // Which 128 of a token's values this warpgroup has some of, and whether there are so many.
     __device__ uint32_t k_block_idx(const BlockHeader& block) const {
+        //~ values_k_block
         return has_gate ? block.n_block_idx : 2 * block.n_block_idx + thread_.warpgroup_idx();
     }
     __device__ bool has_values(const BlockHeader& block) const {
@@ -319,7 +321,7 @@ class L1Epilogue {
 
     // Of those that the warpgroup exchanges: without a gate it has some of its own.
     __device__ uint32_t first_maximum() const {
-        return has_gate ? 0 : thread_.warpgroup_idx() * Config::block_m;
+        return has_gate ? 0 : thread_.warpgroup_idx() * Config::block_m;  //~ own_maxima
     }
 
     // Two floats of `vector`: of tokens 8*j + first_token() and the next.

@@ -16,10 +16,9 @@ from typing import Annotated
 import typer
 
 from deep_moe import __version__
-from deep_moe.emulator.cuda.command import CONTEXT_SETTINGS, check
 from deep_moe.errors import DeepMoEError
 
-from . import cache, config, doctor, fuzz, run, time, timeline, trace, tune, warmup
+from . import cache, check, config, doctor, fuzz, run, time, timeline, trace, tune, warmup
 from .options import MODELS
 from .output import print_error, print_json
 from .packages import remedy
@@ -40,7 +39,7 @@ app.command("tune")(tune.tune)
 app.command("warmup")(warmup.warmup)
 app.add_typer(cache.app, name="cache")
 app.command("doctor")(doctor.doctor)
-app.command("check", context_settings=CONTEXT_SETTINGS)(check)
+app.command("check", context_settings=check.CONTEXT_SETTINGS)(check.check)
 
 
 def _flowing(docstring: str | None) -> str:

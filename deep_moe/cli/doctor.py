@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 
 import typer
 
-from deep_moe.jit.driver import MIN_DRIVER_OF_CUDA, driver_cuda_version
-
 from .options import JsonOption
 from .output import coloured, new_table, print_json, stdout
 from .packages import REQUIREMENTS, remedy
@@ -161,6 +159,8 @@ def _gpu() -> Finding:
 def _driver() -> Finding:
     """Whether kernels as the compiler makes them can be loaded. A driver takes those of its own
     major version of CUDA, whatever the minor one, and of older ones."""
+    from deep_moe.jit.driver import MIN_DRIVER_OF_CUDA, driver_cuda_version
+
     supported = driver_cuda_version()
     if supported is None:
         return Finding("driver", "absent", "no NVIDIA driver; calls run in the emulator")

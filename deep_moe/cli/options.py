@@ -10,7 +10,6 @@ import typer
 from deep_moe.activations import ACTIVATIONS, DEFAULT_ACTIVATION, Activation, activation_of
 from deep_moe.heuristics.presets import PRESETS, preset_activation, preset_has_biases
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
-from deep_moe.jit.driver import driver_cuda_version
 from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.tokens import token_format as token_format_of
 from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format
@@ -244,6 +243,8 @@ def find_measurements(gpu: str | None, arch: str | None) -> tuple[str | None, Tu
 
 def gpu_of_this_machine() -> Gpu | None:
     """The first GPU that there is a kernel for. Imports PyTorch only where there is a driver."""
+    from deep_moe.jit.driver import driver_cuda_version
+
     if driver_cuda_version() is None:
         return None
     import torch

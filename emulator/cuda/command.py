@@ -211,12 +211,17 @@ def _print_report(
     )
 
 
-def main() -> None:
-    """Entry point of `warpcheck`."""
+def main(words: list[str] | None = None, name: str = "warpcheck") -> None:
+    """Entry point of `warpcheck`.
+
+    Args:
+        words: of the command line, by default the process's.
+        name: of the command, as its help has it.
+    """
     app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
     app.command(context_settings=CONTEXT_SETTINGS)(check)
     try:
-        status = app(prog_name="warpcheck", standalone_mode=False)
+        status = app(words, prog_name=name, standalone_mode=False)
     except (DeepMoEError, ValueError, OSError) as error:
         print(f"warpcheck: {error}", file=sys.stderr)
         status = NOT_STARTED

@@ -510,7 +510,10 @@ def test_two_ranks_generate_what_one_generates(work, checkpoint, tmp_path, monke
     assert torch.equal(tokens, other_tokens)
     assert torch.equal(logits, other_logits)
     alone = greedy(load(checkpoint), PROMPT)[1]
-    assert torch.allclose(logits, alone, atol=0.02)
+    # Before 5.23 transformers multiplies experts that it spreads, in bfloat16: the largest logits
+    # have steps of 2^-4.
+    atol = 0.02 if work is _generate_in_the_kernel else 2 * 2**-4
+    assert torch.allclose(logits, alone, atol=atol)
 
 
 @pytest.mark.slow

@@ -2,11 +2,11 @@
 
     python -m tests.packaging.bare [PYTHON ...]
 
-Each gets a new environment and the wheel by `pip install`. There `deep-moe doctor` must find
-nothing missing, and a layer must run in the emulator, without a C++ compiler on the path. Where pip
-would take a PyTorch with CUDA of several gigabytes, everything but PyTorch is installed instead;
-there all files must compile and the emulator must run a kernel. `--cuda-torch` installs it all the
-same. Pythons are sought on the path and among pyenv's.
+Each gets a new environment and the wheel by `pip install -c constraints.txt`. There
+`deep-moe doctor` must find nothing missing, and a layer must run in the emulator, without a C++
+compiler on the path. Where pip would take a PyTorch with CUDA of several gigabytes, everything but
+PyTorch is installed instead; there all files must compile and the emulator must run a kernel.
+`--cuda-torch` installs it all the same. Pythons are sought on the path and among pyenv's.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def check_in(venv: Path, wheel: Path, with_cuda: bool) -> str:
         return result.stdout
 
     version = run("python", "-c", "import platform; print(platform.python_version())").strip()
-    report = run("pip", "install", "--quiet", "--dry-run", "--report", "-", str(wheel))
+    install = ("pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"))
+    report = run(*install, "--dry-run", "--report", "-", str(wheel))
     packages = {
         item["metadata"]["name"].lower(): item["metadata"] for item in json.loads(report)["install"]
     }
@@ -137,11 +138,11 @@ def check_in(venv: Path, wheel: Path, with_cuda: bool) -> str:
             if name.startswith(("nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-cuda-cccl"))
             or not name.startswith(("nvidia-", "triton", "deep-moe", "cuda-toolkit"))
         ]
-        run("pip", "install", "--quiet", "--no-deps", *needed, str(wheel))
+        run(*install, "--no-deps", *needed, str(wheel))
         run("python", "-W", "error", "-m", "compileall", "-q", *installed_packages(venv))
         run("python", "-c", KERNEL)
         return f"{version}: without PyTorch (pip takes {torch} with CUDA): compiles, emulates"
-    run("pip", "install", "--quiet", str(wheel))
+    run(*install, str(wheel))
     missing = [row for row in json.loads(run("deep-moe", "doctor", "--json")) if row["remedy"]]
     compiler = {"host compiler"}  # a wheel needs none
     assert {row["name"] for row in missing} <= compiler, missing

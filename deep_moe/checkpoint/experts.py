@@ -425,10 +425,10 @@ def _checked(layer: int, weights: tuple[LayerTensors, LayerTensors], naming: Exp
         allowed = ", ".join(dict.fromkeys(form.weights for form in FORMS))
         got = ", ".join(str(tensor.dtype) for tensor in l1)
         raise ValueError(f"layers must have weights in {allowed}; got {got} in {layer}")
-    own = form.spellings[0].keys()
-    if naming.suffixes is not None and naming.suffixes.keys() != own:
+    stored = form.spellings[0].keys()
+    if naming.suffixes is not None and naming.suffixes.keys() != stored:
         raise ValueError(
-            f"naming must have suffixes for {', '.join(own)} of {form.weights}; got "
+            f"naming must have suffixes for {', '.join(stored)} of {form.weights}; got "
             f"{naming.suffixes}"
         )
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe.fused.checks import check_contiguous, check_tensor, named_as, require_type
-from deep_moe.fused.symm_memory import gather_objects
+from deep_moe.fused.peers import gather_objects
 from deep_moe.heuristics.shape import require_int
 
 from .layer import check_place, groups_of_nodes, num_nodes_of

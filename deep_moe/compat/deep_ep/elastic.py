@@ -11,7 +11,7 @@ import torch
 from deep_moe.fused.buffer import device_for, ranks_of
 from deep_moe.fused.checks import STATISTICS, check_tensor, named_as, require_type
 from deep_moe.fused.gpu import gpu_of
-from deep_moe.fused.symm_memory import gather_objects
+from deep_moe.fused.peers import gather_objects
 from deep_moe.heuristics.segments import align_up
 from deep_moe.heuristics.shape import require_int
 from deep_moe.heuristics.throughput import (

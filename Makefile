@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Two workers: the suite is sized for a machine of two cores.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard -- \
-	'include/*.cuh' 'emulator/src/*.h' 'emulator/src/*.cpp')
+	'include/*.cuh' 'emulator/src/*.h' 'emulator/src/*.cpp' 'emulator/cuda/*.h' 'emulator/cuda/*.cpp')
 PYTHON_PATHS := setup.py conftest.py deep_moe heuristics jit emulator tests benchmarks examples docs
 
 INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt

@@ -18,8 +18,12 @@ CHIPS = FOLDER / "chips"
 MEASURED_ON_ONE = CHIPS / "layer-h100-2026-11-26.json"
 MEASURED_ON_TWO = "h100x2-2026-11-25-*.json"
 # The first was committed before it was compared; its parameters knew nothing of the layer.
-PREDICTIONS = ("predictions-h100-2026-11-26.json", "predictions-h100-2026-11-26-copies.json")
-# What the change between the two was found with.
+PREDICTIONS = {
+    "first": "predictions-h100-2026-11-26.json",
+    "second": "predictions-h100-2026-11-26-copies.json",
+    "third": "predictions-h100-2026-11-26-queues.json",
+}
+# What the change between the first two was found with.
 LOOKED_AT = {("flash", 1, 128, "mxfp4")}
 
 Point = tuple[str, int, int, str]  # model, GPUs, tokens per rank, weights
@@ -39,9 +43,15 @@ def measured() -> dict[Point, dict[str, Any]]:
     return found
 
 
-def predicted() -> list[dict[Point, dict[str, Any]]]:
-    files = [json.loads((CHIPS / name).read_text())["predictions"] for name in PREDICTIONS]
-    return [{point_of(one): one for one in predictions} for predictions in files]
+def predicted() -> dict[str, dict[Point, dict[str, Any]]]:
+    """Each set's predictions, by its name."""
+    files = {
+        name: json.loads((CHIPS / file).read_text())["predictions"]
+        for name, file in PREDICTIONS.items()
+    }
+    return {
+        name: {point_of(one): one for one in predictions} for name, predictions in files.items()
+    }
 
 
 def errors(predictions: dict[Point, dict[str, Any]], points: Iterable[Point]) -> list[float]:
@@ -50,17 +60,19 @@ def errors(predictions: dict[Point, dict[str, Any]], points: Iterable[Point]) ->
 
 
 def table() -> str:
-    first, second = predicted()
+    sets = predicted()
     found = measured()
+    names = [cell for name in sets for cell in (f"{name} us", "error")]
     lines = [
-        "| model | weights | GPUs | tokens | measured us | first us | error | second us | error |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        f"| model | weights | GPUs | tokens | measured us | {' | '.join(names)} |",
+        "|---|---|" + "---:|" * (3 + len(names)),
     ]
-    for point in sorted(first | second, key=lambda p: (p[3], p[0], p[1], p[2])):
+    points = set().union(*sets.values())
+    for point in sorted(points, key=lambda p: (p[3], p[0], p[1], p[2])):
         model, ranks, tokens, weights = point
         us = found[point]["us"]
         cells = []
-        for predictions in (first, second):
+        for predictions in sets.values():
             if point in predictions:
                 value = predictions[point]["us"]
                 cells += [f"{value:.1f}", f"{100 * (value / us - 1):+.1f} %"]
@@ -73,15 +85,17 @@ def table() -> str:
 
 
 def summary() -> str:
-    first, second = predicted()
-    both = [point for point in second if point in first]
+    sets = predicted()
+    first, second, third = sets.values()
     unseen = [point for point in second if point not in LOOKED_AT]
     rows = [
         ("first, all points", first, list(first)),
         ("first, points of more than 8 tokens", first, [p for p in first if p[2] > 8]),
-        ("first, points that the second has", first, both),
+        ("first, points that the second has", first, [p for p in second if p in first]),
         ("second, all points", second, list(second)),
         ("second, without the point that was looked at", second, unseen),
+        ("third, all points", third, list(third)),
+        ("third, points that the second has", third, [p for p in second if p in third]),
     ]
     lines = ["| predictions | points | median error | worst error |", "|---|---:|---:|---:|"]
     for name, predictions, points in rows:
@@ -108,7 +122,10 @@ PHASES = (
 def phases(point: Point = ("flash", 1, 128, "mxfp4")) -> str:
     """Of the first predictions."""
     lines = ["| moment, us | measured | first |", "|---|---:|---:|"]
-    timelines = [measured()[point]["timeline"], predicted()[0][point]["phases"]["timeline"]]
+    timelines = [
+        measured()[point]["timeline"],
+        predicted()["first"][point]["phases"]["timeline"],
+    ]
     for name in PHASES:
         lines.append(f"| {name} | " + " | ".join(f"{t[name]:.1f}" for t in timelines) + " |")
     return "\n".join(lines)

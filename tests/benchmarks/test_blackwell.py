@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from deep_moe.heuristics.presets import preset_shape
 from deep_moe.trial.real_size import rank_tokens
 from deep_moe.trial.synthetic import Tokens
 
+ROOT = Path(__file__).parents[2]
 B200 = chips.load("b200")
 
 
@@ -91,3 +93,9 @@ def test_the_rival_takes_as_long_with_mirrored_peers(monkeypatch: pytest.MonkeyP
     (first,) = (launch for launch in times[0] if launch.rank == 0)
     assert times[1][0].ns == pytest.approx(first.ns, rel=0.05)
     assert times[1][0].link_bytes == first.link_bytes
+
+
+def test_the_page_has_the_table_of_the_record():
+    record = json.loads((ROOT / "benchmarks/results/b200-simulated-2026-11-27.json").read_text())
+    page = (ROOT / "docs/blackwell.md").read_text()
+    assert table(record["results"]) in page

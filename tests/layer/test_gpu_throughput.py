@@ -27,7 +27,7 @@ from tests.split.throughput_reference import (
 )
 
 NUM_REPLAYS = 1000
-SIZES = {
+SIZES: dict[str, Any] = {
     "max_tokens_per_rank": 160,
     "hidden": 512,
     "num_topk": 4,

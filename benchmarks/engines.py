@@ -46,7 +46,6 @@ from deep_moe.fused.mega_moe import mega_moe
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.integrations.token_format import served_token_format
-from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.targets import target_of_device
 from deep_moe.trial.real_size import ROUTINGS, expert_layer, rank_tokens
 from deep_moe.trial.synthetic import Layer, Tokens, quantize_tokens
@@ -230,7 +229,7 @@ def model_results(
     )
     layer = rank_weights(shape, rank, arguments.seed, device)
     paths: dict[str, ExpertPath] = {}
-    paths |= own_paths(shape, layer, arguments, device, report["absent"], stack)
+    paths |= own_paths(shape, layer, arguments, device, stack)
     paths |= make_engines(shape, layer, arguments, device, report["absent"], stack)
     del layer
     report["labels"] |= {name: path.label for name, path in paths.items()}
@@ -387,21 +386,15 @@ def own_paths(
     layer: Layer,
     arguments: argparse.Namespace,
     device: torch.device,
-    absent: dict[str, str],
     stack: ExitStack,
 ) -> dict[str, OwnPath]:
-    """The fused layer with each kind of tokens that the device has kernels for; `OURS` is the one
-    with the usual kind. absent: takes the others' reasons."""
+    """The fused layer with each kind of tokens; `OURS` is the one with the usual kind."""
     paths = {}
     usual = default_token_format(shape.weights)
     others = ["bf16"] if shape.weights == "mxfp4" else []
     for tokens in (usual, *others):
         name = OURS if tokens == usual else f"{OURS}_{tokens}"
-        try:
-            served = served_token_format(shape.weights, tokens, None, device)
-        except UnsupportedError as error:
-            absent[name] = str(error)
-            continue
+        served = served_token_format(shape.weights, tokens, None, device)
         paths[name] = OwnPath(replace(shape, token_format=served), layer, arguments.clamp, device)
         stack.callback(paths[name].close)
     return paths

@@ -96,6 +96,6 @@ def test_the_rival_takes_as_long_with_mirrored_peers(monkeypatch: pytest.MonkeyP
 
 
 def test_the_page_has_the_table_of_the_record():
-    record = json.loads((ROOT / "benchmarks/results/b200-simulated-2026-11-27.json").read_text())
+    record = json.loads((ROOT / "benchmarks/results/simulated/b200-2026-11-27.json").read_text())
     page = (ROOT / "docs/blackwell.md").read_text()
     assert table(record["results"]) in page

@@ -253,26 +253,14 @@ def test_a_layer_gives_what_the_kernel_gives(installed, weights, arch, caplog):
     assert lines(caplog) == [f"{NAME}: experts run by deep_moe ({weights})"]
 
 
-def test_tokens_in_bf16_beside_mxfp4(installed, caplog, monkeypatch):
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_tokens_in_bf16_beside_mxfp4(installed, caplog, monkeypatch, arch):
     monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", "bf16")
-    installed("sm_90a")
+    installed(arch)
     source, (x, logits) = checkpoint("mxfp4"), tokens(5)
     result = served(caplog, "mxfp4", source, x, logits)
-    assert torch.equal(
-        result, called_directly("mxfp4 x bf16", "sm_90a", source, x, logits, limit=1)
-    )
+    assert torch.equal(result, called_directly("mxfp4 x bf16", arch, source, x, logits, limit=1))
     assert lines(caplog) == [f"{NAME}: experts run by deep_moe (mxfp4)"]
-
-
-def test_tokens_in_bf16_are_vllms_where_there_is_no_kernel(installed, caplog, monkeypatch):
-    monkeypatch.setenv("DEEP_MOE_TOKEN_FORMAT", "bf16")
-    installed("sm_100a")
-    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world():
-        make_runner("mxfp4")
-    assert lines(caplog) == [
-        f"{NAME}: experts run by vLLM (Mxfp4MoEMethod): mxfp4 experts beside bf16 tokens were "
-        "asked for, for which only sm_90a has a kernel, not sm_100a"
-    ]
 
 
 def test_float_scales_of_tokens_beside_fp8(installed, caplog, monkeypatch):

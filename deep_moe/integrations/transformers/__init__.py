@@ -47,9 +47,8 @@ def register(
         num_pool_tokens: bounds the memory of buffers, as in `get_symm_buffer_for_mega_moe`; None
             for as many rows as a call may bring.
         token_format: what tokens are when they meet experts, where there is a choice: "bf16" beside
-            MXFP4, so that nothing but weights is quantized. That has a kernel on Hopper; elsewhere
-            such experts are left to transformers. By default what goes with the weights, "mxfp8"
-            or, beside BF16, "bf16".
+            MXFP4, so that nothing but weights is quantized. By default what goes with the weights,
+            "mxfp8" or, beside BF16, "bf16".
         arch: a target's name; by default that of the GPU, sm_100a on a CPU, where experts are
             emulated.
 

@@ -239,8 +239,8 @@ def test_what_is_refused_in_a_call(buffer: Buffer) -> None:
         buffer.internode_dispatch(x)
     with pytest.raises(ValueError, match="Config is of the throughput kernels"):
         deep_moe.compat.deep_ep.Config(20, 24, 256)
-    with pytest.raises(AttributeError, match="'ElasticBuffer': it is DeepEP's low-latency"):
-        _ = deep_moe.compat.deep_ep.ElasticBuffer
+    with pytest.raises(AttributeError, match="'init_jit': it is DeepEP's all-to-alls, Buffer, "):
+        _ = deep_moe.compat.deep_ep.init_jit
     buffer.destroy()
     with pytest.raises(ClosedBufferError, match="Buffer must be open; this one was destroyed"):
         dispatch()

@@ -61,8 +61,8 @@ extern "C" __global__ void __cluster_dims__(2) kernel(const __grid_constant__ Ke
     const uint32_t accumulator = tmem + Config::Tmem::accumulator_column + Config::block_m;
     if (rank == 0 && warp_idx == 0 && ptx::elect_sync()) {
         const sm100::StageDescriptors<Config> descriptors(smem);
-        sm100::multiply_k_block(descriptors, 1, tmem, accumulator, NUM_TOKENS, true);
-        sm100::multiply_k_block(descriptors, 1, tmem, accumulator, NUM_TOKENS, false);
+        sm100::multiply_scaled_k_block(descriptors, 1, tmem, accumulator, NUM_TOKENS, true);
+        sm100::multiply_scaled_k_block(descriptors, 1, tmem, accumulator, NUM_TOKENS, false);
         ptx::tcgen05_commit_cta_group2_multicast(smem.tmem_full_barriers(1), 0b11);
     }
     Waiter waiter(args);

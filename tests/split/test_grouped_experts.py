@@ -306,7 +306,10 @@ def test_a_call_behind_a_failed_one_computes_nothing() -> None:
         ({"max_rows": 0}, "max_rows must be 1 to 2097152; got 0"),
         ({"weights": "nvfp3"}, "weights must be one of"),
         ({"token_format": "fp8_128"}, "token_format must be 'mxfp8' or .*no powers of two"),
-        ({"token_format": "bf16"}, "token_format must be .*quantized when they are dispatched"),
+        (
+            {"weights": "fp8", "token_format": "bf16"},
+            "token_format must be .*quantized when they are dispatched",
+        ),
         ({"token_format": "fp7"}, "got 'fp7'"),
         ({"weights": "bf16", "token_format": "mxfp8"}, "token_format must be 'bf16' with bf16"),
         ({"num_pool_tokens": 100}, "num_pool_tokens must be a positive multiple of 384"),

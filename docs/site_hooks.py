@@ -75,7 +75,7 @@ LINK = re.compile(r"!?\[([^]]*)\]\(([^)\s]+)\)")
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """`API: api/` of the navigation becomes the list of the API's pages."""
-    link_package()
+    copy_package()
     pages = [{module.__name__: api_uri(module)} for module in modules()]
     for section in config.nav or ():
         for items in section.values():
@@ -91,19 +91,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def link_package() -> None:
+def copy_package() -> None:
     """A folder with the package as it is installed, in which mkdocstrings looks: the top-level
-    folders emulator, heuristics and jit are packages inside of it."""
+    folders emulator, heuristics and jit are packages inside of it. Copies, so that nothing that
+    other processes write beside the sources comes and goes while it looks."""
     package = ROOT / "build" / "site-source" / "deep_moe"
     shutil.rmtree(package, ignore_errors=True)
-    package.mkdir(parents=True)
-    inside = [
-        path
-        for path in (ROOT / "deep_moe").iterdir()
-        if path.name not in ("__main__.py", "__pycache__")
-    ]
-    for path in (*inside, *(ROOT / name for name in ("emulator", "heuristics", "jit"))):
-        (package / path.name).symlink_to(path)
+
+    def without_others(_folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if "." in name and not name.endswith(".py")} | {
+            "__pycache__",
+            "__main__.py",
+            "src",
+        }
+
+    shutil.copytree(ROOT / "deep_moe", package, ignore=without_others)
+    for name in ("emulator", "heuristics", "jit"):
+        shutil.copytree(ROOT / name, package / name, ignore=without_others)
 
 
 def generated() -> dict[str, str]:

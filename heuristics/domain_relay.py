@@ -115,7 +115,7 @@ class RelayShape(ExchangeSizes):
 
         >>> shape = RelayShape(4, 8, 256, 8, 7168, 128, token_format="fp8_128", is_numbered=True)
         >>> {name: round(size / 2**20, 1) for name, size in shape.buffer_bytes.items()}
-        {'tokens between domains': 6.4, 'listed tokens': 3.6, 'partial sums': 24.5}
+        {'tokens between domains': 6.5, 'listed tokens': 3.6, 'partial sums': 24.5}
         """
         rows = self.num_chunk_foreign + self.num_chunk_sent + self.num_max_tokens_per_rank + 1
         values = self.tokens.num_bytes(self.hidden)

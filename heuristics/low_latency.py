@@ -70,14 +70,14 @@ def travelling_words(tokens: TokenFormat) -> int:
     return K_BLOCK if tokens.packs_scales else tokens.values_per_word
 
 
-def check_row_format(shape: Any, name: str) -> None:
+def check_row_format(shape: Any, name: str | None) -> None:
     """Raise unless a shape's group_size goes with the format of this name and with its hidden, and
-    its dtype is one that rows have."""
+    its dtype is one that rows have. name: None of rows without scales."""
     sizes = ", ".join(map(str, GROUP_SIZES))
     size = require_int("group_size", shape.group_size, f"one of {sizes}")
     if size not in GROUP_SIZES:
         raise ValueError(f"group_size must be one of {sizes}; got {size}")
-    if size != K_BLOCK and name not in _GROUPED_FORMATS:
+    if size != K_BLOCK and name is not None and name not in _GROUPED_FORMATS:
         raise ValueError(
             f"group_size must be {K_BLOCK} but for token_format {' and '.join(_GROUPED_FORMATS)}; "
             f"got {size} for {name!r}"

@@ -159,8 +159,7 @@ class ThroughputConfig:
         require_int("num_ctas", self.num_ctas, "at least 1")
         if self.num_ctas < 1:
             raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")
-        name = self.token_format if self.tokens.has_scales else "fp8_128"  # none to be grouped
-        check_row_format(self.shape, name)
+        check_row_format(self.shape, self.token_format if self.tokens.has_scales else None)
         if self.tokens.packs_scales and self.shape.hidden % (4 * K_BLOCK):
             raise ValueError(
                 f"hidden must be a multiple of {4 * K_BLOCK} for token_format "

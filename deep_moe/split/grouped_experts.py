@@ -71,7 +71,7 @@ def token_formats_for(weights: str, arch: str | None = None) -> tuple[str, ...]:
     arch: where; by default what a CPU emulates.
 
     >>> token_formats_for("mxfp4"), token_formats_for("bf16")
-    (('mxfp8', 'fp8_128_ue8m0', 'fp8_128_pow2'), ('bf16',))
+    (('mxfp8', 'fp8_128_ue8m0', 'fp8_128_pow2', 'bf16'), ('bf16',))
     >>> token_formats_for("fp8", "sm_90a")
     ('mxfp8', 'fp8_128_ue8m0', 'fp8_128_pow2', 'fp8_128', 'fp8_token')
     """

@@ -177,7 +177,7 @@ def test_the_combine_buffer_is_not_for_two_combines_in_a_row() -> None:
         handles = check_dispatch(layer, inputs)
         buffers = [own.get_combine_buffer().zero_() for own in layer.layers]
         layer.combine(buffers, handles)
-        with pytest.raises(ValueError, match="may still fetch rows"):
+        with pytest.raises(ValueError, match="may still be fetching its rows"):
             layer.combine(buffers, handles)
         with pytest.raises(ValueError, match="may still fetch rows"):
             layer.layers[0].get_combine_buffer()

@@ -220,15 +220,12 @@ def load_biases(
         naming: as of `load_experts`.
         device: where the tensors are put.
 
-    Raises what `load_experts` does; CheckpointError, too, if only some of the experts, or of their
-    matrices, have some.
-
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
             names it.
-        CheckpointError: a tensor is missing, has another shape or type, or contradicts the config;
-            the text names it.
+        CheckpointError: as of `load_experts`, or only some of the experts, or of their matrices,
+            have biases.
     """
     with _opened(path, layer, num_experts, rank_idx, num_ranks, experts, naming) as (tensors, own):
         if not tensors.has_biases():

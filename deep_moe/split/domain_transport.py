@@ -16,11 +16,14 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.errors import LostDomainError, MegaMoEError
+from deep_moe.heuristics.shape import require_int
 
 from .domain_groups import ROLL_CALL_S, DomainGroups, RollCall
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from deep_moe.fused.gpu import Gpu
 
 # Sizes are there after some tens of microseconds, and a sleep takes longer than it is asked to.
 _BUSY_S = 1e-3
@@ -192,6 +195,23 @@ class DomainTransport:
     def _fail(self, what: str) -> None:
         self._failure = self._roll_call.explain(what, min(ROLL_CALL_S, self._timeout_s))
         raise LostDomainError(self._failure)
+
+
+def check_transport_sms(num_transport_sms: int) -> None:
+    """An error unless a transport can have so many SMs."""
+    require_int("num_transport_sms", num_transport_sms, "at least 0")
+    if num_transport_sms < 0:
+        raise ValueError(f"num_transport_sms must be at least 0; got {num_transport_sms}")
+
+
+def check_sms_beside(num_sms: int, most: int, gpu: Gpu, num_transport_sms: int) -> None:
+    """ValueError if kernels would have SMs that the transport needs. most: that it leaves."""
+    if not 0 < num_sms <= most:
+        raise ValueError(
+            f"num_sms must be at most {most}: of the {gpu.num_sms} SMs of {gpu.name}, "
+            f"num_transport_sms ({num_transport_sms}) are the transport's while kernels run; "
+            f"got {num_sms}"
+        )
 
 
 def _messages(

@@ -49,7 +49,7 @@ from deep_moe.fused.options import (
     with_plain_options,
 )
 from deep_moe.fused.run_settings import timeout_of
-from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape, require_int
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.two_level import TwoLevelShape
 from deep_moe.targets import target_of
 from deep_moe.tensor_memory import refuse_shared_memory
@@ -72,7 +72,7 @@ from .domain_routes import (
     partial_rows,
     route_chunks,
 )
-from .domain_transport import DomainTransport
+from .domain_transport import DomainTransport, check_sms_beside, check_transport_sms
 from .foreign_tokens import raise_overflow, worst_of
 
 if TYPE_CHECKING:
@@ -259,9 +259,7 @@ class TwoLevelMoE:
         check_backend(cross_group, device)
         require_equal_everywhere({**sizes, "device": device.type}, groups)
         self.shape = TwoLevelShape(self._place.num_domains, self._place.num_ranks, **sizes)
-        require_int("num_transport_sms", num_transport_sms, "at least 0")
-        if num_transport_sms < 0:
-            raise ValueError(f"num_transport_sms must be at least 0; got {num_transport_sms}")
+        check_transport_sms(num_transport_sms)
         self._num_transport_sms = num_transport_sms
         self._timeout_s = timeout_of(timeout_s, is_emulated=device.type == "cpu")
         self._transport = DomainTransport(
@@ -507,12 +505,7 @@ class TwoLevelMoE:
         free = gpu.num_sms - self._num_transport_sms
         most = gpu.target.whole_clusters(free) if free > 0 else 0
         num_sms = arguments.setdefault("num_sms", most)
-        if not 0 < num_sms <= most:
-            raise ValueError(
-                f"num_sms must be at most {most}: of the {gpu.num_sms} SMs of {gpu.name}, "
-                f"num_transport_sms ({self._num_transport_sms}) are the transport's while kernels "
-                f"run; got {num_sms}"
-            )
+        check_sms_beside(num_sms, most, gpu, self._num_transport_sms)
         return arguments
 
     def _check(

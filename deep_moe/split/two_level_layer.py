@@ -16,11 +16,11 @@ from deep_moe.fused.checks import (
 from deep_moe.fused.gpu import gpu_of
 from deep_moe.fused.run_settings import timeout_of
 from deep_moe.heuristics.domain_relay import RelayShape
-from deep_moe.heuristics.shape import require_int
 from deep_moe.tensor_memory import refuse_shared_memory
 
 from .domain_groups import DomainGroups, DomainPlace
 from .domain_relay import DomainRelay
+from .domain_transport import check_sms_beside, check_transport_sms
 from .split_layer import SplitLayer
 
 
@@ -28,21 +28,14 @@ def sms_beside_transport(
     device: torch.device, num_sms: int | None, num_transport_sms: int, num_domains: int
 ) -> int | None:
     """CTAs of the kernels: with several domains, on a GPU, the SMs that the transport leaves."""
-    require_int("num_transport_sms", num_transport_sms, "at least 0")
-    if num_transport_sms < 0:
-        raise ValueError(f"num_transport_sms must be at least 0; got {num_transport_sms}")
+    check_transport_sms(num_transport_sms)
     if device.type == "cpu" or num_domains == 1:
         return num_sms
     gpu = gpu_of(device)
     assert gpu is not None, "a device that is no CPU"
     most = gpu.num_sms - num_transport_sms
     num_sms = most if num_sms is None else num_sms
-    if not 0 < num_sms <= most:
-        raise ValueError(
-            f"num_sms must be at most {most}: of the {gpu.num_sms} SMs of {gpu.name}, "
-            f"num_transport_sms ({num_transport_sms}) are the transport's while kernels run; "
-            f"got {num_sms}"
-        )
+    check_sms_beside(num_sms, most, gpu, num_transport_sms)
     return num_sms
 
 

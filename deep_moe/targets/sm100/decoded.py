@@ -11,11 +11,11 @@ value's place along k.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from deep_moe.heuristics.sm100 import BLOCK_N
 from deep_moe.tensor_map import DataType, TensorMapSpec
+from deep_moe.weights import folder_module
 
 from ..target import Operands
 from .config import Sm100Config
@@ -62,9 +62,10 @@ class Sm100DecodedWeights(Sm100Weights):
     data_type = DataType.INT32
 
     @property
-    @abstractmethod
     def source(self) -> NibbleBlocks:
         """What becomes of the format's values, and how a word holds them."""
+        blocks: NibbleBlocks = folder_module(self.weights, "sm90_bf16_blocks").BLOCKS
+        return blocks
 
     @property
     def dtype(self) -> torch.dtype:

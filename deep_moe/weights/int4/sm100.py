@@ -10,19 +10,12 @@ from .rounding import rounded
 
 if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
-    from deep_moe.targets.sm90.decoded_blocks import NibbleBlocks
 
 
 class Sm100Int4Bf16(Sm100DecodedWeights):
     weights = "int4"
     policy = "Int4Bf16Weights"
     decoded_block_bytes = decoded_block_bytes(4)
-
-    @property
-    def source(self) -> NibbleBlocks:
-        from .sm90_bf16_blocks import BLOCKS
-
-        return BLOCKS
 
     @property
     def numerics(self) -> Numerics:

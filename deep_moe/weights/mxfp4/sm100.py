@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
 
     from deep_moe.formats.numerics import Numerics
-    from deep_moe.targets.sm90.decoded_blocks import NibbleBlocks
 
     from ..layers import LayerWeights, MegaMoEWeights
 
@@ -48,12 +47,6 @@ class Sm100Mxfp4Bf16(Sm100DecodedWeights):
     weights = "mxfp4"
     policy = "Mxfp4Bf16Weights"
     decoded_block_bytes = decoded_block_bytes(2)
-
-    @property
-    def source(self) -> NibbleBlocks:
-        from .sm90_bf16_blocks import BLOCKS
-
-        return BLOCKS
 
     @property
     def numerics(self) -> Numerics:

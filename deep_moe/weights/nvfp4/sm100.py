@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.targets.config import MegaMoEConfig
-    from deep_moe.targets.sm90.decoded_blocks import NibbleBlocks
     from deep_moe.targets.target import Pair
 
     from ..layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
@@ -153,12 +152,6 @@ class Sm100Nvfp4Bf16(Sm100DecodedWeights):
     policy = "Nvfp4Bf16Weights"
     scale_block = (1, 16)
     decoded_block_bytes = decoded_block_bytes(4)
-
-    @property
-    def source(self) -> NibbleBlocks:
-        from .sm90_bf16_blocks import BLOCKS
-
-        return BLOCKS
 
     @property
     def numerics(self) -> Numerics:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ from typing import Any
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -70,12 +72,19 @@ NOT_CALLED = {
 }
 # `run` executes a kernel for a layer; `Machine.run` is for users.
 RUNS_KERNELS = {"AllToAll", "EmulatedAllToAll", "EmulatedThroughputAllToAll", "LowLatencyAllToAll"}
+# A folder for each build of this process.
+SOURCES = tempfile.TemporaryDirectory(prefix="deep_moe_site_")
 LINK = re.compile(r"!?\[([^]]*)\]\(([^)\s]+)\)")
 
 
+@event_priority(100)  # before mkdocstrings reads its own part
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """`API: api/` of the navigation becomes the list of the API's pages."""
-    copy_package()
+    """`API: api/` of the navigation becomes the list of the API's pages, which are made from a copy
+    of the package."""
+    folder = Path(SOURCES.name, str(len(os.listdir(SOURCES.name))))
+    copy_package(folder / "deep_moe")
+    plugin: Any = config.plugins["mkdocstrings"]
+    plugin.config.handlers["python"]["paths"] = [str(folder)]
     pages = [{module.__name__: api_uri(module)} for module in modules()]
     for section in config.nav or ():
         for items in section.values():
@@ -91,12 +100,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def copy_package() -> None:
-    """A folder with the package as it is installed, in which mkdocstrings looks: the top-level
-    folders emulator, heuristics and jit are packages inside of it. Copies, so that nothing that
-    other processes write beside the sources comes and goes while it looks."""
-    package = ROOT / "build" / "site-source" / "deep_moe"
-    shutil.rmtree(package, ignore_errors=True)
+def copy_package(package: Path) -> None:
+    """The package as it is installed, in which mkdocstrings looks: the top-level folders emulator,
+    heuristics and jit are packages inside of it. A copy for each build, so that nothing that other
+    processes write beside the sources, another build for one, comes and goes while it looks."""
 
     def without_others(_folder: str, names: list[str]) -> set[str]:
         return {name for name in names if "." in name and not name.endswith(".py")} | {

@@ -10,6 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Its calls' default arguments hold the group of all ranks if there is one when it is imported, as
+# a compiler does later. The group's threads would then outlive the group, and can abort a process
+# that ends.
+import torch.distributed.nn.functional
+
 
 def run_on_ranks(work: Callable[..., None], num_ranks: int, device_type: str, *args: Any) -> None:
     """Run work(device, *args) in a process for each rank, all in one group: rank r on GPU r

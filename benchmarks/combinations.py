@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep(number, name, records[name] | run_small(case))
     in_order = [records[name] for name in everything if name in records]
     write(arguments.json, compiler, in_order)
-    arguments.table.write_text(page_of(in_order, compiler, len(everything)))
+    arguments.table.write_text(page_of(in_order, compiler, everything.values()))
     print("\n".join(table_of(in_order)))
     return int(any(records[name]["failure"] for name in asked))
 
@@ -214,8 +214,9 @@ def in_words(record: Record) -> str:
     )
 
 
-def page_of(records: Sequence[Record], compiler: str, num_all: int) -> str:
-    """COMBINATIONS.md. num_all: of combinations that there are."""
+def page_of(records: Sequence[Record], compiler: str, everything: Iterable[FuzzCase]) -> str:
+    """COMBINATIONS.md. everything: all combinations that there are."""
+    every = [axes_of(case) for case in everything]
     dates = sorted({record["date"] for record in records})
     num_run = sum(record["failure"] is not None for record in records)
     num_right = sum(record["failure"] == "" for record in records)
@@ -225,23 +226,38 @@ def page_of(records: Sequence[Record], compiler: str, num_all: int) -> str:
         [
             "# Every combination of what a kernel is made of",
             "",
-            "Made by `python -m benchmarks.combinations`, which says what is done and needs no "
-            "GPU; all records are in [combinations.json](combinations.json). "
-            f"{when}, {compiler}.",
+            "`python -m benchmarks.combinations` makes this page. The program needs no GPU, and "
+            "its docstring says what it does. [combinations.json](combinations.json) has all "
+            f"records. They are from {when}, by {compiler}.",
             "",
-            f"Of {num_all} combinations {len(records)} are compiled, {free} of them without "
-            f"spills; {num_run} have run in the emulator, {num_right} were right. A row stands for "
-            "all combinations of biases, shared experts and pool. "
-            f"Registers and spills are those of {MODEL} on {NUM_RANKS} ranks at {NUM_TOKENS} "
-            "tokens, at the tile that is chosen for it. Spills are what ptxas reports, bytes of "
-            "stores and loads together, the least and the most of the row's kernels; local memory "
-            "is a thread's stack in bytes, which holds them.",
+            f"There are {len(every)} combinations. The record has {len(records)}. Of these "
+            f"{free} have no spills. The emulator ran {num_run}, and {num_right} were right.",
+            *lacking(records, every),
+            "",
+            "A row stands for all combinations of biases, shared experts and pool. Registers and "
+            f"spills are those of {MODEL} on {NUM_RANKS} ranks with {NUM_TOKENS} tokens each, in "
+            "the tile that the heuristics choose. Spills are bytes of stores and loads together, "
+            "as ptxas reports them: the least and the most of the row's kernels. Local memory is "
+            "a thread's stack in bytes, which holds the spills.",
             "",
             *table_of(records),
             "",
             *spills_by_axis(records),
         ]
     )
+
+
+def lacking(records: Sequence[Record], every: Sequence[Record]) -> list[str]:
+    """Which formats and activations have come since the record was made."""
+    lines = []
+    for axis, name in (("weights", "formats"), ("activation", "activations")):
+        recorded = {(record["arch"], record[axis]) for record in records}
+        new = [(one["arch"], one[axis]) for one in every]
+        missing = [pair for pair in dict.fromkeys(new) if pair not in recorded]
+        for (arch,), own in groups([{"arch": a, "value": v} for a, v in missing], by_arch):
+            values = ", ".join(sorted(one["value"] for one in own))
+            lines += ["", f"Not in the record of {arch}: the {name} {values}."]
+    return lines
 
 
 def table_of(records: Sequence[Record]) -> list[str]:
@@ -275,7 +291,7 @@ def table_of(records: Sequence[Record]) -> list[str]:
 def spills_by_axis(records: Sequence[Record]) -> list[str]:
     """For each architecture, what the axes that share a row of the table make of its spills."""
     lines = []
-    for (arch,), own in groups(records, lambda record: (record["arch"],)):
+    for (arch,), own in groups(records, by_arch):
         if not any(map(num_spilled_bytes, own)):
             lines += [f"{arch}: no kernel spills.", ""]
             continue
@@ -289,6 +305,10 @@ def spills_by_axis(records: Sequence[Record]) -> list[str]:
                     lines.append(f"| {word} | {num} of {len(spilled)} | {mean:.0f} |")
         lines.append("")
     return lines
+
+
+def by_arch(record: Record) -> tuple[Any, ...]:
+    return (record["arch"],)
 
 
 def groups(

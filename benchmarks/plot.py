@@ -120,11 +120,18 @@ def documents(reports: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
 
 RESULTS_HEAD = """# Results
 
-Made by `python -m benchmarks.plot` from the reports in `benchmarks/results/`. A time is the median
-of 20 calls or more, of the slowest rank. *Floor*: what reading the weights, the products or the
-links alone would take. *Best peer*: the fastest of those that were timed and of the published
-figures (`benchmarks/published.json`). *Asked*: how many times as fast as the best peer we want to
-be, and the microseconds that this comes to.
+`python -m benchmarks.plot` makes this page from the reports in `benchmarks/results/`. A time is the
+median of 20 calls or more, of the slowest rank.
+
+| column | meaning |
+|---|---|
+| of the floor | what weights, products or links alone would take, as a share of the time |
+| five steps | dispatch, Linear1, activation, Linear2 and combine as kernels of their own |
+| peer | sgl-deep-gemm's fused kernel, in the same run |
+| best peer | the fastest that was timed or published (`benchmarks/published.json`) |
+| against it | best peer's time, divided by ours |
+| asked | how many times as fast as the best peer the layer is to be |
+| goal | the time that this comes to |
 """
 
 

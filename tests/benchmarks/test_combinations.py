@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import benchmarks.combinations
-from benchmarks.combinations import combinations, main, name_of, real_config
+from benchmarks.combinations import axes_of, combinations, main, name_of, page_of, real_config
 from deep_moe.activations import ACTIVATIONS, has_gate
 from deep_moe.targets import TARGETS
 from deep_moe.trial.fuzzing import FuzzCase
@@ -115,8 +115,19 @@ def test_the_table_tells_spills_and_failures(work: Work, words: list[str]):
     assert "| sm_103a | mxfp4 x mxfp8 | swiglu | 8 of 8 | 192 | 128 | 8 of 8 | 0 | 0 |" in table
     cases = list(combinations("sm_103a"))
     number = len(cases)
-    words_of_all = f"combinations {2 * number} are compiled, {number} of them without spills; "
-    assert f"{words_of_all}{2 * number} have run" in table
+    assert f"The record has {2 * number}. Of these {number} have no spills." in table
+    assert f"The emulator ran {2 * number}, and {number} were right." in table
+    missing = sorted({axes_of(case)["weights"] for case in combinations("sm_90a")})
+    assert f"Not in the record of sm_90a: the formats {', '.join(missing)}." in table
+    assert "Not in the record of sm_100a" not in table
     assert "sm_103a: no kernel spills." in table
     with_biases = sum(case.shape.biases for case in cases)
     assert f"| biases | {with_biases} of {with_biases} | 24 |" in table
+
+
+def test_the_committed_page_is_made_of_the_committed_record():
+    folder = benchmarks.combinations.FOLDER
+    report = json.loads((folder / "combinations.json").read_text())
+    everything = [case for arch in TARGETS for case in combinations(arch)]
+    page = page_of(report["records"], report["compiler"], everything)
+    assert (folder / "COMBINATIONS.md").read_text() == page

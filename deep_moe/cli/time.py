@@ -82,10 +82,10 @@ def time(
     html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """How long one call takes on a chip's clock, and what bounds it, without a GPU.
+    """Predict how long one call takes on a chip, and what bounds the call, without a GPU.
 
-    The kernel runs in the emulator, warp by warp, without the products; docs/clock.md says how
-    far its times have been from measured ones. A call of a whole model takes minutes.
+    The emulator runs the kernel's warps and leaves out the products. docs/clock.md compares
+    predicted with measured times. A layer of a published model takes minutes.
     """
     if html is not None:
         check_output_file("--html", html)

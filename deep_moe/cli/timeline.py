@@ -25,8 +25,11 @@ def timeline(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a page of a trace that `deep-moe trace`, a layer with enable_profiling=True or
-    benchmarks.mega_moe has written: one file, without a network, that any browser shows."""
+    """Turn a trace file into a page for any browser.
+
+    The trace comes from `deep-moe trace`, from a layer with enable_profiling=True, or from
+    benchmarks.mega_moe. The page is one file and needs no network.
+    """
     name = file.name.removesuffix(".gz").removesuffix(".json")
     page = file.with_name(f"{name}.html") if page is None else page
     check_output_file("PAGE", page)

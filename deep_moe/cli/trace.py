@@ -103,12 +103,12 @@ def trace(
     html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Record one call of a random layer on all ranks: a table of its phases, and a trace file.
+    """Record one call of a random layer on all ranks: a table of phases, and a trace file.
 
-    Without --chip the emulator has no time. It counts the instructions of warps, and the trace file
-    has one as a nanosecond: the order of things is real, their durations are not. With --chip its
-    time is simulated (docs/clock.md), without the products. Open the file at ui.perfetto.dev or
-    chrome://tracing, or the page that --html or `deep-moe timeline` writes in any browser.
+    On a CPU without --chip, a nanosecond of the trace stands for one instruction of a warp. Then
+    the order of events is real, and their durations are not. With --chip the emulator predicts
+    durations (docs/clock.md) and leaves out the products. ui.perfetto.dev and chrome://tracing open
+    the trace. --html and `deep-moe timeline` write a page for any browser.
     """
     check_output_file("FILE", file)
     if html is not None:

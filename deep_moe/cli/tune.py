@@ -97,12 +97,13 @@ def tune(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure candidates beside the formula's kernel on the GPUs of this machine. What is faster
-    beyond noise enters the table, and calls take it from then on, also those of layers with as many
-    experts per rank on more ranks. See docs/tuning.md.
+    """Measure candidates beside the formula's kernel on the GPUs of this machine.
 
-    With --chip the emulator's clock tells the times, of a chip that need not be there. A kernel
-    takes seconds to minutes.
+    A candidate that is faster beyond noise enters the table. Later calls take the kernel from the
+    table, also on more ranks with as many experts each. See docs/tuning.md.
+
+    With --chip the emulator's clock predicts the times, and no GPU is needed. A candidate takes
+    seconds to minutes.
     """
     started = time.time()
     _check_place(device, chip, gpu, table, biases)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .split.two_level_low_latency import TwoLevelLowLatencyAllToAll
     from .split.two_level_throughput import TwoLevelAllToAll
     from .training.functional import moe
+    from .training.grouped_product import grouped_product
     from .training.layer import MoELayer
     from .weights.int4.quantizing import dequantize_int4, quantize_int4
     from .weights.layers import MegaMoEWeights
@@ -119,6 +120,7 @@ _MODULES = {
     "get_symm_buffer_for_mega_moe": "fused.buffer",
     "grouped_experts": "split.grouped_experts",
     "grouped_experts_workspace_size": "split.grouped_experts",
+    "grouped_product": "training.grouped_product",
     "inverse_transform_biases": "biases.per_expert",
     "inverse_transform_weights": "weights.transform",
     "mega_moe": "fused.mega_moe",
@@ -185,6 +187,7 @@ __all__ = [
     "get_symm_buffer_for_mega_moe",
     "grouped_experts",
     "grouped_experts_workspace_size",
+    "grouped_product",
     "integrations",
     "inverse_transform_biases",
     "inverse_transform_weights",

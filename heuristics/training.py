@@ -47,6 +47,11 @@ class TrainingConfig:
         """What is compiled in, if any is."""
         return None
 
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of a CTA."""
+        return 0
+
     def kernel_fields(self) -> dict[str, int | float | bool]:
         """The fields that the kernel's `Config` struct has, in declaration order."""
         others = ("arch", "applied")

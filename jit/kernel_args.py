@@ -31,6 +31,7 @@ ActivateRowsArgs = struct(_TRAINING, "ActivateRowsArgs")
 ActivateRowsBackwardArgs = struct(_TRAINING, "ActivateRowsBackwardArgs")
 ScatterRowsArgs = struct(_TRAINING, "ScatterRowsArgs")
 RoundWeightsArgs = struct(_TRAINING, "RoundWeightsArgs")
+GroupedProductArgs = struct("deep_moe/products/args.cuh", "GroupedProductArgs")
 
 ARGS_OF_STEP = {
     "count_slots": RouteSlotsArgs,
@@ -41,6 +42,7 @@ ARGS_OF_STEP = {
     "activate_rows_backward": ActivateRowsBackwardArgs,
     "scatter_rows": ScatterRowsArgs,
     "round_weights": RoundWeightsArgs,
+    "grouped_product": GroupedProductArgs,
 }
 
 

@@ -16,7 +16,6 @@ from .kernel_args import (
     ARGS_OF_STEP,
     LowLatencyArgs,
     PrepareInputsArgs,
-    RowsArgs,
     SplitTraceCta,
     ThroughputArgs,
     TraceAnchor,
@@ -191,8 +190,14 @@ def render_training(config: TrainingConfig) -> str:
         types=types,
         activation=activation,
         activation_constants=activation_constants,
-        layout_checks=list(layout_checks(args, RowsArgs)),
+        layout_checks=list(layout_checks(args, *_structs_in(args))),
     )
+
+
+def _structs_in(args: type[CppStruct]) -> list[type[CppStruct]]:
+    """Those of its members, each once."""
+    kinds = dict.fromkeys(field[1] for field in args._fields_)
+    return [kind for kind in kinds if issubclass(kind, CppStruct)]
 
 
 @lru_cache(maxsize=4)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
-from deep_moe import jit
 from deep_moe.activations import GatedActivation
 from deep_moe.formats.block_scaled import GROUP_SIZE
 from deep_moe.fused.gpu import Gpu
@@ -22,10 +19,8 @@ from deep_moe.heuristics.training import (
     RoundWeightsConfig,
     ScanCountsConfig,
     ScatterRowsConfig,
-    TrainingConfig,
     num_padded_rows,
 )
-from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import (
     ActivateRowsArgs,
@@ -36,8 +31,8 @@ from deep_moe.jit.kernel_args import (
     RowsArgs,
     ScatterRowsArgs,
 )
-from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
 
+from .launching import launch
 from .rows import Rows, aligned
 from .steps import Biases
 
@@ -88,9 +83,11 @@ class KernelSteps:
             "row_of_slot": rows.row_of_slot,
             "slot_of_row": rows.slot_of_row,
         }
-        self._launch(count, args, num_segments, read, written)
-        self._launch(ScanCountsConfig.of_experts(num_experts, self.arch), args, 1, read, written)
-        self._launch(place, args, num_segments, read, written)
+        launch(self.gpu, count, args, num_segments, read, written)
+        launch(
+            self.gpu, ScanCountsConfig.of_experts(num_experts, self.arch), args, 1, read, written
+        )
+        launch(self.gpu, place, args, num_segments, read, written)
         return rows
 
     def gather(
@@ -112,7 +109,7 @@ class KernelSteps:
         config = GatherRowsConfig(rounds_to_mxfp8=rounds_to_mxfp8, arch=self.arch)
         read = {"tokens": tokens, "row_of_slot": rows.row_of_slot, **_row_tensors(rows)}
         num_ctas = config.num_ctas_of(rows.num_tokens, num_chunks, rows.num_rows)
-        self._launch(config, args, num_ctas, read, {"gathered": gathered})
+        launch(self.gpu, config, args, num_ctas, read, {"gathered": gathered})
         return gathered
 
     def activate(
@@ -144,7 +141,9 @@ class KernelSteps:
             arch=self.arch,
         )
         read = {"gate": gate, "up": up, **_row_tensors(rows), **_bias_tensors(biases)}
-        self._launch(config, args, config.num_ctas(rows.num_rows), read, {"activated": activated})
+        launch(
+            self.gpu, config, args, config.num_ctas(rows.num_rows), read, {"activated": activated}
+        )
         return activated
 
     def activate_backward(
@@ -201,7 +200,7 @@ class KernelSteps:
             "d_up": d_up,
             "d_topk_weights": d_topk_weights,
         }
-        self._launch(config, args, config.num_ctas(rows.num_rows), read, written)
+        launch(self.gpu, config, args, config.num_ctas(rows.num_rows), read, written)
         return activated, d_topk_weights
 
     def scatter(
@@ -241,7 +240,7 @@ class KernelSteps:
         read |= {name: tensor for name, tensor in given.items() if tensor is not None}
         warps_per_token = -(-num_chunks // 32)
         num_ctas = config.num_ctas(rows.num_tokens * warps_per_token)
-        self._launch(config, args, num_ctas, read, {"tokens": tokens})
+        launch(self.gpu, config, args, num_ctas, read, {"tokens": tokens})
         return tokens
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
@@ -251,46 +250,8 @@ class KernelSteps:
         args = RoundWeightsArgs(weights.data_ptr(), rounded.data_ptr(), num_groups, num_pairs)
         config = RoundWeightsConfig(arch=self.arch)
         num_ctas = -(-num_groups * num_pairs // config.num_threads)
-        self._launch(config, args, num_ctas, {"weights": weights}, {"rounded": rounded})
+        launch(self.gpu, config, args, num_ctas, {"weights": weights}, {"rounded": rounded})
         return rounded
-
-    def _launch(
-        self,
-        config: TrainingConfig,
-        args: ctypes.Structure,
-        num_ctas: int,
-        read: dict[str, torch.Tensor],
-        written: dict[str, torch.Tensor],
-    ) -> None:
-        """On the current stream, or now. The emulator refuses to touch any other tensor."""
-        if num_ctas == 0:
-            return
-        if self.gpu is not None:
-            launcher = _launcher(config, self.gpu)
-            launcher.launch(args, num_ctas, self.gpu.current_stream())
-            return
-        regions = [
-            *(MemoryRegion.of_tensor(name, t, is_writable=False) for name, t in read.items()),
-            *(MemoryRegion.of_tensor(name, t, is_writable=True) for name, t in written.items()),
-        ]
-        memory = tuple(_joined(regions))
-        kernel = _kernel(config, for_emulator=True)
-        launch = RankLaunch(0, kernel, num_ctas, config.num_threads, 0, args, memory)
-        run_emulated([launch], seed=0, checks=True, clock="virtual")
-
-
-def _joined(regions: list[MemoryRegion]) -> list[MemoryRegion]:
-    """Two halves of the same rows overlap; the emulator wants memory once."""
-    joined: list[MemoryRegion] = []
-    for region in sorted((r for r in regions if r.num_bytes), key=lambda r: r.address):
-        if joined and region.address < joined[-1].address + joined[-1].num_bytes:
-            last = joined.pop()
-            end = max(last.address + last.num_bytes, region.address + region.num_bytes)
-            name = f"{last.name}, {region.name}"
-            is_writable = last.is_writable or region.is_writable
-            region = MemoryRegion(name, last.address, end - last.address, is_writable)
-        joined.append(region)
-    return joined
 
 
 def _rows_args(rows: Rows) -> CppStruct:
@@ -307,14 +268,3 @@ def _bias_tensors(biases: Biases | None) -> dict[str, torch.Tensor]:
     if biases is None:
         return {}
     return {"gate_bias": biases.gate, "up_bias": biases.up, "down_bias": biases.down}
-
-
-@lru_cache(maxsize=256)
-def _kernel(config: TrainingConfig, for_emulator: bool = False) -> CompiledKernel:
-    return jit.build_training(config, for_emulator=for_emulator)
-
-
-@lru_cache(maxsize=256)
-def _launcher(config: TrainingConfig, gpu: Gpu) -> CudaLauncher:
-    """One per kernel and device: a module belongs to the device's context."""
-    return gpu.load(_kernel(config), num_threads=config.num_threads)

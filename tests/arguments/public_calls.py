@@ -123,6 +123,17 @@ def grouped_function() -> Call:
     return deep_moe.grouped_experts, {**grouped_rows(), **more}
 
 
+def grouped_product() -> Call:
+    def e4m3(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape).to(torch.float8_e4m3fn)
+
+    rows = {"x": e4m3(16, 256), "x_sf": torch.ones(16, 2)}
+    weights = {"weight": e4m3(E, 136, 256), "weight_sf": torch.ones(E, 2, 2)}
+    counts = {"expert_count": torch.ones(E).int(), "expert_begin": torch.arange(E).int()}
+    out = {"out": bf16(16, 136), "arch": "sm_90a"}
+    return deep_moe.grouped_product, {**rows, **weights, **counts, **out}
+
+
 def low_latency() -> deep_moe.LowLatencyAllToAll:
     return deep_moe.LowLatencyAllToAll(
         None, T, H, E, K, token_format="bf16", num_sms=1, device="cpu"
@@ -404,6 +415,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "EmulatedRanks.call": emulated_ranks_call,
     "GroupedExperts()": grouped_object,
     "grouped_experts": grouped_function,
+    "grouped_product": grouped_product,
     "LowLatencyAllToAll.dispatch": low_latency_dispatch,
     "LowLatencyAllToAll.combine": low_latency_combine,
     "AllToAll.dispatch": all_to_all_dispatch,

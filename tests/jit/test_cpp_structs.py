@@ -25,6 +25,7 @@ HEADERS = (
     "deep_moe/experts/sm90/kernel_args.cuh",
     "deep_moe/experts/sm100/kernel_args.cuh",
     "deep_moe/kernels/prepare_inputs.cuh",
+    "deep_moe/products/args.cuh",
     "deep_moe/split/low_latency_args.cuh",
     "deep_moe/split/phase_span.cuh",
     "deep_moe/split/throughput_args.cuh",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deep_moe.activations import GeluTanh, Situ, Swiglu, SwigluStep
-from deep_moe.training import kernel_steps
+from deep_moe.training import launching
 
 from ..training import test_kernels
 from .catalogue import Mutation
@@ -66,7 +66,7 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    with planted_in_headers(mutation, tmp_path, monkeypatch, kernel_steps._kernel):
+    with planted_in_headers(mutation, tmp_path, monkeypatch, launching.compiled):
         yield mutation
 
 

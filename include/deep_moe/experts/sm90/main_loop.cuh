@@ -16,6 +16,7 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/experts/sm90/math_thread.cuh"
+#include "deep_moe/experts/sm90/operand_descriptor.cuh"
 #include "deep_moe/experts/sm90/rescaler.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/layout/expert_tiles.cuh"
@@ -37,21 +38,6 @@ constexpr uint32_t mma_bytes = 32;  // of each token's K that a product takes
 // ptx/wgmma.cuh.
 template <uint32_t num_rows>
 using Accumulators = float[num_row_halves][num_rows / 2];
-
-// wgmma descriptor of an operand with 128 bytes of K per row in the 128-byte swizzle: address in
-// units of 16 bytes, 1024 bytes from one group of 8 rows to the next, swizzle code 1. Only the
-// lower half depends on the address, of which it takes no bits that name a CTA of a cluster.
-template <class Config>
-__device__ __forceinline__ uint32_t operand_descriptor_low(uint32_t smem_address) {
-    constexpr uint32_t leading = 1 << 16;  // without meaning for a swizzled operand
-    if constexpr (Config::cluster_size > 1) smem_address &= 0x3ffff;
-    return leading + (smem_address >> 4);
-}
-__device__ __forceinline__ uint64_t operand_descriptor(uint32_t low) {
-    constexpr uint32_t swizzle_128b = 1u << 30;
-    constexpr uint32_t stride = 1024 >> 4;  //~ operand_stride
-    return uint64_t{swizzle_128b | stride} << 32 | low;
-}
 
 // One thread's walk through the stages; all threads of a warpgroup make it together.
 template <class Config, class Decoder>

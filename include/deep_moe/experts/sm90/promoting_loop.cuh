@@ -21,6 +21,7 @@
 
 #include "deep_moe/experts/sm90/main_loop.cuh"
 #include "deep_moe/experts/sm90/math_thread.cuh"
+#include "deep_moe/experts/sm90/operand_descriptor.cuh"
 #include "deep_moe/experts/sm90/rescaler.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/math.cuh"

@@ -1,0 +1,228 @@
+"""`grouped_product`: the product of quantized rows and their experts' quantized weights."""
+
+from __future__ import annotations
+
+import torch
+
+from deep_moe.fused.checks import check_contiguous, check_start, require_type
+from deep_moe.fused.gpu import Gpu, gpu_of
+from deep_moe.heuristics.products import COLUMN_ALIGNMENT, K_GROUP, GroupedProductConfig
+from deep_moe.heuristics.training import MAX_EXPERTS
+from deep_moe.jit.kernel_args import GroupedProductArgs, TensorMap
+from deep_moe.targets import target_of
+from deep_moe.tensor_map import DataType, Swizzle, TensorMapSpec
+from deep_moe.tensor_memory import check_dense, check_memory, refuse_shared_memory
+
+from .launching import launch
+
+_ALIGNMENT = 16  # bytes, of tensor copies and of stores
+_EMULATED_ARCH = "sm_90a"
+_EMULATED_CTAS = 4
+_MAX_ROWS = 1 << 30
+
+
+@torch.no_grad()
+def grouped_product(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    weight: torch.Tensor,
+    weight_sf: torch.Tensor,
+    expert_count: torch.Tensor,
+    expert_begin: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    arch: str | None = None,
+) -> torch.Tensor:
+    """Each expert's rows of x times its matrix, transposed: `y[row] = x[row] @ weight[e].T`.
+
+    Values are E4M3, multiplied by the tensor cores as they are. The sums over each 128 values along
+    K are multiplied by both scales and added in float32. y is rounded once.
+
+    Args:
+        x: float8_e4m3fn [rows, K] with expert_begin, otherwise [experts, N_e, K], as dispatches
+            of `AllToAll` and of `LowLatencyAllToAll` with `token_format="fp8_128"` give it. K is a
+            multiple of 128. Contiguous.
+        x_sf: float32 [rows, K/128] or [experts, N_e, K/128], a scale for 128 values of a row. Any
+            strides, so scales may lie by row or by column.
+        weight: float8_e4m3fn [experts, N, K], N a multiple of 8. Contiguous.
+        weight_sf: float32 [experts, ceil(N/128), K/128], a scale for each 128 x 128 of a matrix, as
+            FP8 checkpoints have them. Contiguous. Blocks are counted from the first row on: where
+            gate and up are one matrix, each has a multiple of 128 rows.
+        expert_count: int32 [experts], on the device. The host does not read it.
+        expert_begin: int32 [experts], each expert's first row; None for x [experts, N_e, K], where
+            expert e has the first expert_count[e] rows of x[e]. Rows of a count that lie outside of
+            x, or outside of x[e], are left out.
+        out: bfloat16 [rows, N] or [experts, N_e, N], contiguous, where y is written.
+        arch: on a CPU "sm_90a", also by default, whose kernel runs in the emulator; on a GPU its
+            own target or None. Only SM90 (H100, H200) has this kernel.
+
+    Returns y, that is `out`. Rows of no expert are neither read nor written.
+
+    >>> import torch
+    >>> from deep_moe.formats.float_scaled import quantize_e4m3_float
+    >>> x, x_sf = quantize_e4m3_float(torch.ones(3, 128))
+    >>> weight, weight_sf = torch.ones(2, 8, 128).to(torch.float8_e4m3fn), torch.ones(2, 1, 1)
+    >>> count, begin = torch.tensor([1, 2]).int(), torch.tensor([0, 1]).int()
+    >>> grouped_product(x, x_sf, weight, weight_sf, count, begin)[:, 0].tolist()
+    [128.0, 128.0, 128.0]
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        CompileError: NVRTC refused the kernel.
+    """
+    _check(x, x_sf, weight, weight_sf, expert_count, expert_begin)
+    gpu = gpu_of(x.device)
+    num_experts, num_columns, num_values = weight.shape
+    shape = (*x.shape[:-1], num_columns)
+    if out is None:
+        out = x.new_empty(shape, dtype=torch.bfloat16)
+    else:
+        _require("out", out, torch.bfloat16, x.device, shape)
+        check_contiguous("out", out)
+        check_start("out", out, _ALIGNMENT)
+        given = {"x": x, "x_sf": x_sf, "weight": weight, "weight_sf": weight_sf}
+        given |= {"expert_count": expert_count}
+        refuse_shared_memory({"out": out}, {**given, "expert_begin": expert_begin})
+    config = GroupedProductConfig(arch=_arch_of(arch, gpu, x.device))
+    num_rows = x.numel() // num_values
+    rows_per_expert = 0 if expert_begin is not None else x.shape[-2]
+    num_tiles = config.max_tiles(num_rows, num_experts, num_columns)
+    num_ctas = min(num_tiles, _EMULATED_CTAS if gpu is None else gpu.num_sms)
+    if num_ctas == 0:
+        return out
+    expert_stride = 0
+    if expert_begin is None:
+        expert_stride = x_sf.stride(0) - rows_per_expert * x_sf.stride(1)
+    args = GroupedProductArgs(
+        _tensor_map(x.view(1, num_rows, num_values), config.block_m, config, gpu),
+        _tensor_map(weight, config.block_n, config, gpu),
+        x_sf.data_ptr(),
+        weight_sf.data_ptr(),
+        0 if expert_begin is None else expert_begin.data_ptr(),
+        expert_count.data_ptr(),
+        out.data_ptr(),
+        expert_stride,
+        x_sf.stride(-2),
+        x_sf.stride(-1),
+        num_experts,
+        num_rows,
+        rows_per_expert,
+        num_columns,
+        num_values // config.block_k,
+    )
+    read = {
+        "x": x,
+        "x_sf": x_sf,
+        "weight": weight,
+        "weight_sf": weight_sf,
+        "expert_count": expert_count,
+    }
+    if expert_begin is not None:
+        read["expert_begin"] = expert_begin
+    launch(gpu, config, args, num_ctas, read, {"y": out})
+    return out
+
+
+def _tensor_map(
+    matrices: torch.Tensor, num_rows: int, config: GroupedProductConfig, gpu: Gpu | None
+) -> TensorMap:
+    """Of matrices [., R, K], in boxes of so many rows and a k-block. Behind a matrix is zero."""
+    row_bytes = matrices.shape[2]
+    spec = TensorMapSpec(
+        DataType.UINT8,
+        matrices.data_ptr(),
+        dims=(row_bytes, matrices.shape[1], matrices.shape[0]),
+        strides=(row_bytes, matrices.shape[1] * row_bytes),
+        box=(config.block_k, num_rows, 1),
+        swizzle=Swizzle.of_row_bytes(config.block_k),
+    )
+    image = spec.encode_emulated() if gpu is None else gpu.encode_tensor_map(spec)
+    return TensorMap.from_buffer_copy(image)
+
+
+def _arch_of(arch: str | None, gpu: Gpu | None, device: torch.device) -> str:
+    """The target whose kernel runs."""
+    own = _EMULATED_ARCH if gpu is None else gpu.target.name
+    target = target_of(own if arch is None else arch)
+    if gpu is not None and target.name != own:
+        raise ValueError(f"arch must be {own}, that of {device}, or None; got {arch!r}")
+    if target.kernel != "sm90":
+        raise ValueError(
+            f"arch must be {_EMULATED_ARCH}, the only one with this kernel; got {target.name}"
+        )
+    return target.name
+
+
+def _check(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    weight: torch.Tensor,
+    weight_sf: torch.Tensor,
+    expert_count: torch.Tensor,
+    expert_begin: torch.Tensor | None,
+) -> None:
+    """Types, shapes and layouts. Nothing here looks at a value."""
+    for name, tensor in (("x", x), ("weight", weight)):
+        require_type(name, tensor, torch.Tensor, "a tensor")
+    if weight.ndim != 3:
+        raise ValueError(f"weight must be [experts, N, K]; got shape {tuple(weight.shape)}")
+    num_experts, num_columns, num_values = weight.shape
+    if not 1 <= num_experts <= MAX_EXPERTS:
+        raise ValueError(f"weight must have 1 to {MAX_EXPERTS} experts; got {num_experts}")
+    if num_columns == 0 or num_columns % COLUMN_ALIGNMENT:
+        raise ValueError(
+            f"weight must have a positive multiple of {COLUMN_ALIGNMENT} rows in each matrix; "
+            f"got {num_columns}"
+        )
+    if num_values == 0 or num_values % K_GROUP:
+        raise ValueError(
+            f"weight must have a positive multiple of {K_GROUP} columns in each matrix; "
+            f"got {num_values}"
+        )
+    leading = tuple(x.shape[:-1])
+    if expert_begin is None:
+        if x.ndim != 3 or x.shape[0] != num_experts:
+            raise ValueError(
+                f"x must be [{num_experts} experts, rows, K] without expert_begin; "
+                f"got shape {tuple(x.shape)}"
+            )
+    elif x.ndim != 2:
+        raise ValueError(f"x must be [rows, K] with expert_begin; got shape {tuple(x.shape)}")
+    if x.numel() // num_values > _MAX_ROWS:
+        raise ValueError(f"x must have at most 2**30 rows; got {x.numel() // num_values}")
+    num_groups = num_values // K_GROUP
+    e4m3, device = torch.float8_e4m3fn, x.device
+    _require("x", x, e4m3, device, (*leading, num_values))
+    _require("x_sf", x_sf, torch.float32, device, (*leading, num_groups))
+    _require("weight", weight, e4m3, device, weight.shape)
+    scale_shape = (num_experts, -(-num_columns // K_GROUP), num_groups)
+    _require("weight_sf", weight_sf, torch.float32, device, scale_shape)
+    _require("expert_count", expert_count, torch.int32, device, (num_experts,))
+    contiguous = {"x": x, "weight": weight, "weight_sf": weight_sf, "expert_count": expert_count}
+    if expert_begin is not None:
+        _require("expert_begin", expert_begin, torch.int32, device, (num_experts,))
+        contiguous["expert_begin"] = expert_begin
+    for name, tensor in contiguous.items():
+        check_contiguous(name, tensor)
+    check_start("x", x, _ALIGNMENT)
+    check_start("weight", weight, _ALIGNMENT)
+
+
+def _require(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: tuple[int, ...] | torch.Size,
+) -> None:
+    require_type(name, tensor, torch.Tensor, "a tensor")
+    check_dense(name, tensor)
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}; got {tensor.dtype}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}; got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, as x is; got {tensor.device}")
+    check_memory(name, tensor)

@@ -1,0 +1,66 @@
+"""One kernel of the layer or of its products: on a GPU, or in the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+
+from deep_moe import jit
+from deep_moe.fused.gpu import Gpu
+from deep_moe.heuristics.training import TrainingConfig
+from deep_moe.jit.cache import CompiledKernel
+from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
+
+
+def launch(
+    gpu: Gpu | None,
+    config: TrainingConfig,
+    args: ctypes.Structure,
+    num_ctas: int,
+    read: dict[str, torch.Tensor],
+    written: dict[str, torch.Tensor],
+) -> None:
+    """On the current stream, or now where gpu is None. The emulator refuses to touch any other
+    tensor."""
+    if num_ctas == 0:
+        return
+    if gpu is not None:
+        _launcher(config, gpu).launch(args, num_ctas, gpu.current_stream())
+        return
+    regions = [
+        *(MemoryRegion.of_tensor(name, t, is_writable=False) for name, t in read.items()),
+        *(MemoryRegion.of_tensor(name, t, is_writable=True) for name, t in written.items()),
+    ]
+    memory = tuple(_joined(regions))
+    kernel = compiled(config, for_emulator=True)
+    smem_bytes = config.smem_bytes
+    launched = RankLaunch(0, kernel, num_ctas, config.num_threads, smem_bytes, args, memory)
+    run_emulated([launched], seed=0, checks=True, clock="virtual")
+
+
+def _joined(regions: list[MemoryRegion]) -> list[MemoryRegion]:
+    """Two halves of the same rows overlap; the emulator wants memory once."""
+    joined: list[MemoryRegion] = []
+    for region in sorted((r for r in regions if r.num_bytes), key=lambda r: r.address):
+        if joined and region.address < joined[-1].address + joined[-1].num_bytes:
+            last = joined.pop()
+            end = max(last.address + last.num_bytes, region.address + region.num_bytes)
+            name = f"{last.name}, {region.name}"
+            is_writable = last.is_writable or region.is_writable
+            region = MemoryRegion(name, last.address, end - last.address, is_writable)
+        joined.append(region)
+    return joined
+
+
+@lru_cache(maxsize=256)
+def compiled(config: TrainingConfig, for_emulator: bool = False) -> CompiledKernel:
+    return jit.build_training(config, for_emulator=for_emulator)
+
+
+@lru_cache(maxsize=256)
+def _launcher(config: TrainingConfig, gpu: Gpu) -> CudaLauncher:
+    """One per kernel and device: a module belongs to the device's context."""
+    kernel = compiled(config)
+    return gpu.load(kernel, num_threads=config.num_threads, smem_bytes=config.smem_bytes)

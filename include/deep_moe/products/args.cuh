@@ -1,0 +1,35 @@
+// By-value arguments of the products' kernels; read by jit/cpp_structs.py.
+#pragma once
+
+#include <cuda/std/cstdint>
+
+#include "deep_moe/layout/kernel_args.cuh"
+
+namespace deep_moe {
+
+// Of grouped_product: y[row] = x[row] times the matrix of the row's expert, transposed.
+//
+// Rows of expert e are expert_begin[e] and following, expert_count[e] of them, or without
+// expert_begin rows e * rows_per_expert and following. What of them lies outside of the num_rows
+// rows is left out.
+struct alignas(64) GroupedProductArgs {
+    TensorMap x;                  // E4M3 [1][num_rows][K]
+    TensorMap weight;             // E4M3 [num_experts][N][K]
+    const float* x_sf;            // of each row and 128 values along K; strides below
+    const float* weight_sf;       // [num_experts][ceil(N / 128)][K / 128]
+    const int32_t* expert_begin;  // [num_experts], or null
+    const int32_t* expert_count;  // [num_experts]
+    void* y;                      // bf16 [num_rows][N]
+    // Strides of x_sf in numbers. Of expert e, row r of y has x_sf[e * x_sf_expert_stride + r *
+    // x_sf_row_stride] and following; the first is 0 where all rows are evenly spaced.
+    int64_t x_sf_expert_stride;
+    int64_t x_sf_row_stride;
+    int64_t x_sf_k_stride;
+    uint32_t num_experts;
+    uint32_t num_rows;
+    uint32_t rows_per_expert;
+    uint32_t num_columns;   // N, a multiple of 8
+    uint32_t num_k_blocks;  // K / 128
+};
+
+}  // namespace deep_moe

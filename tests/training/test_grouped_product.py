@@ -1,0 +1,220 @@
+"""Products of quantized rows and weights, under the emulator's checks, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+import deep_moe
+from deep_moe import jit
+from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_float
+from deep_moe.heuristics.products import GroupedProductConfig
+
+UNTOUCHED = 7.0
+
+
+@dataclass
+class Case:
+    """Operands of a call. x: [rows, K] with begin, otherwise [experts, N_e, K]."""
+
+    x: torch.Tensor
+    x_sf: torch.Tensor
+    weight: torch.Tensor
+    weight_sf: torch.Tensor
+    count: torch.Tensor
+    begin: torch.Tensor | None = None
+
+    @classmethod
+    def random(
+        cls,
+        rows: tuple[int, ...],
+        num_columns: int,
+        num_values: int,
+        count: list[int],
+        begin: list[int] | None = None,
+    ) -> Case:
+        generator = torch.Generator().manual_seed(num_columns + num_values)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator)
+
+        x, x_sf = quantize_e4m3_float(random(*rows, num_values))
+        weight = random(len(count), num_columns, num_values).to(torch.float8_e4m3fn)
+        num_blocks = -(-num_columns // 128), num_values // 128
+        weight_sf = random(len(count), *num_blocks).abs() + 0.1
+        begins = None if begin is None else torch.tensor(begin).int()
+        return cls(x, x_sf, weight, weight_sf, torch.tensor(count).int(), begins)
+
+    def run(self, **options: Any) -> torch.Tensor:
+        shape = (*self.x.shape[:-1], self.weight.shape[1])
+        y = torch.full(shape, UNTOUCHED, dtype=torch.bfloat16, device=self.x.device)
+        operands = (self.x, self.x_sf, self.weight, self.weight_sf, self.count, self.begin)
+        assert deep_moe.grouped_product(*operands, out=y, **options) is y
+        return y
+
+    def check(self, y: torch.Tensor) -> None:
+        """That each used row is right to within float32's roundings of sums in any order and one to
+        BF16, and all others are as they were."""
+        num_columns, num_values = self.weight.shape[1:]
+        x = dequantize_e4m3_float(self.x, self.x_sf, torch.float64).view(-1, num_values)
+        scales = self.weight_sf.double().repeat_interleave(128, 1)[:, :num_columns]
+        weights = self.weight.double() * scales.repeat_interleave(128, 2)
+        y = y.double().view(-1, num_columns)
+        is_used = torch.zeros(len(x), dtype=torch.bool)
+        for expert, rows in enumerate(self.rows()):
+            exact = x[rows] @ weights[expert].t()
+            magnitude = x[rows].abs() @ weights[expert].abs().t()
+            bound = exact.abs() * 2.0**-8 + magnitude * (num_values + 8) * 2.0**-24
+            # A NaN of a token is its row's.
+            assert torch.equal(y[rows].isnan(), exact.isnan())
+            assert not ((y[rows] - exact).abs() > bound).any()
+            is_used[rows] = True
+        assert (y[~is_used] == UNTOUCHED).all()
+
+    def rows(self) -> list[slice]:
+        """Each expert's."""
+        per_expert = self.x.shape[-2]
+        counts = self.count.tolist()
+        if self.begin is None:
+            begins = [e * per_expert for e in range(len(counts))]
+            counts = [min(count, per_expert) for count in counts]
+        else:
+            begins = self.begin.tolist()
+        total = self.x.numel() // self.x.shape[-1]
+        return [
+            slice(min(max(b, 0), total), min(max(b + c, 0), total))
+            for b, c in zip(begins, counts, strict=True)
+        ]
+
+
+CASES = {
+    "one row": Case.random((1,), 8, 128, [1], [0]),
+    "uneven, with gaps": Case.random((300,), 200, 384, [150, 0, 100], [8, 0, 170]),
+    "one expert for all": Case.random((260,), 136, 256, [0, 260, 0, 0], [0, 0, 260, 260]),
+    "nobody has rows": Case.random((40,), 128, 256, [0, 0], [0, 0]),
+    "begins and counts outside of x": Case.random((70,), 72, 128, [9, 50, 3], [-4, 60, 200]),
+    "more tiles than stages and CTAs": Case.random((600,), 264, 1152, [129, 256, 1], [0, 136, 400]),
+    "first rows of each expert": Case.random((3, 140), 144, 256, [131, 0, 5]),
+    "counts beyond an expert's rows": Case.random((2, 24), 128, 128, [30, 24]),
+    "128 experts": Case.random((160,), 64, 128, [1] * 128, [*range(128)]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_are_right(name: str) -> None:
+    CASES[name].check(CASES[name].run())
+
+
+def test_no_rows_at_all() -> None:
+    for case in (Case.random((0,), 16, 128, [0], [0]), Case.random((2, 0), 16, 128, [0, 0])):
+        assert case.run().numel() == 0
+
+
+def test_scales_may_lie_by_column() -> None:
+    by_rows = CASES["first rows of each expert"]
+    padded = torch.zeros(3, 2, 144)
+    padded[:, :, :140] = by_rows.x_sf.transpose(1, 2)
+    by_columns = replace(by_rows, x_sf=padded.transpose(1, 2)[:, :140])
+    assert by_columns.x_sf.stride() == (288, 1, 144)
+    assert torch.equal(by_columns.run(), by_rows.run())
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    case = CASES["uneven, with gaps"]
+    x = case.x.clone()
+    x.view(torch.uint8)[20, 5] = 0x7F
+    x.view(torch.uint8)[5] = 0x7F  # of nobody
+    spoiled = replace(case, x=x)
+    y = spoiled.run()
+    spoiled.check(y)
+    assert y[20].isnan().all()
+    assert y.isnan().any(1).sum() == 1
+
+
+def test_runs_are_bit_equal() -> None:
+    case = CASES["more tiles than stages and CTAs"]
+    assert torch.equal(case.run(), case.run())
+
+
+def test_a_new_tensor_without_out() -> None:
+    case = CASES["one row"]
+    operands = (case.x, case.x_sf, case.weight, case.weight_sf, case.count, case.begin)
+    assert torch.equal(deep_moe.grouped_product(*operands), case.run())
+
+
+VALID = CASES["first rows of each expert"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"x": None}, TypeError, "x must be a tensor; got NoneType"),
+        ({"x": VALID.x.float()}, TypeError, "x must be torch.float8_e4m3fn"),
+        ({"x": VALID.x[0]}, ValueError, r"x must be \[3 experts, rows, K\] without expert_begin"),
+        ({"begin": VALID.count}, ValueError, r"x must be \[rows, K\] with expert_begin"),
+        ({"x": VALID.x[:, ::2]}, ValueError, r"x_sf must have shape \(3, 70, 2\)"),
+        ({"x": VALID.x.transpose(1, 2)}, ValueError, r"x must have shape \(3, 256, 256\)"),
+        ({"x_sf": VALID.x_sf.double()}, TypeError, "x_sf must be torch.float32"),
+        ({"x_sf": VALID.x_sf[:, :, :1]}, ValueError, r"x_sf must have shape \(3, 140, 2\)"),
+        ({"weight": VALID.weight[0]}, ValueError, r"weight must be \[experts, N, K\]"),
+        ({"weight": VALID.weight[:0]}, ValueError, "weight must have 1 to 1024 experts; got 0"),
+        ({"weight": VALID.weight[:, :4]}, ValueError, "positive multiple of 8 rows .* got 4"),
+        ({"weight": VALID.weight[:, :, :64]}, ValueError, "multiple of 128 columns .* got 64"),
+        ({"weight": VALID.weight[:, ::2]}, ValueError, r"weight_sf must have shape \(3, 1, 2\)"),
+        ({"weight_sf": VALID.weight_sf[:2]}, ValueError, "weight_sf must have shape"),
+        ({"weight_sf": VALID.weight_sf.expand(3, 2, 2).mT}, ValueError, "weight_sf must be cont"),
+        ({"count": VALID.count.long()}, TypeError, "expert_count must be torch.int32"),
+        ({"count": VALID.count[:2]}, ValueError, r"expert_count must have shape \(3,\)"),
+    ],
+)
+def test_errors_name_the_argument(
+    changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    case = replace(VALID, **changes)
+    operands = (case.x, case.x_sf, case.weight, case.weight_sf, case.count, case.begin)
+    with pytest.raises(error, match=text):
+        deep_moe.grouped_product(*operands)
+
+
+def test_errors_of_out_and_arch() -> None:
+    operands = (VALID.x, VALID.x_sf, VALID.weight, VALID.weight_sf, VALID.count)
+    for out, error, text in (
+        (torch.empty(3, 140, 144), TypeError, "out must be torch.bfloat16"),
+        (torch.empty(3, 140, 136).bfloat16(), ValueError, "out must have shape"),
+        (torch.empty(3, 144, 140).bfloat16().mT, ValueError, "out must be contiguous"),
+        (VALID.x.view(torch.bfloat16)[:, :, :0], ValueError, "out must have shape"),
+    ):
+        with pytest.raises(error, match=text):
+            deep_moe.grouped_product(*operands, out=out)
+    with pytest.raises(ValueError, match=r"arch must be sm_90a, the only one .* got sm_100a"):
+        deep_moe.grouped_product(*operands, arch="sm_100a")
+    with pytest.raises(ValueError, match="arch must be one of"):
+        deep_moe.grouped_product(*operands, arch="sm_80")
+
+
+def test_no_spills_and_no_serialized_products() -> None:
+    config = GroupedProductConfig(arch="sm_90a")
+    compilation = jit.compile_source(
+        jit.render_training(config),
+        arch=config.arch,
+        include_paths=jit.find_headers().include_paths,
+        kernel=jit.training_name(config),
+    )
+    resources = compilation.resources
+    assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0
+    assert resources.num_registers * config.num_threads <= 65536
+    assert config.smem_bytes <= 227 << 10
+    assert "warning" not in compilation.log.lower(), compilation.log
+    assert "serialized" not in compilation.log, compilation.log
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str) -> None:
+    case = CASES[name]
+    tensors = {field: getattr(case, field) for field in vars(case)}
+    moved: dict[str, Any] = {field: None if t is None else t.cuda() for field, t in tensors.items()}
+    case.check(Case(**moved).run().cpu())

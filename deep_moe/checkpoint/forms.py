@@ -46,9 +46,10 @@ def form_like(tensors: Tensors, first: type[StoredForm]) -> type[StoredForm] | N
     return next((form for form in (first, *FORMS) if has(form)), None)
 
 
-def check_sizes(intermediate: int, hidden: int) -> None:
+def check_sizes(name: str, intermediate: int, hidden: int) -> None:
+    """name: of the tensor that has them."""
     if intermediate % SIZE_UNIT or hidden % SIZE_UNIT or not intermediate or not hidden:
         raise CheckpointError(
-            f"hidden and intermediate sizes must be positive multiples of {SIZE_UNIT}; the "
-            f"checkpoint has {hidden} and {intermediate}"
+            f"{name} must have hidden and intermediate sizes that are positive multiples of "
+            f"{SIZE_UNIT}; it has {hidden} and {intermediate}"
         )

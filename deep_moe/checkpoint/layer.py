@@ -137,7 +137,7 @@ class Layer(ABC):
         if declared is not None and not is_plain:
             declared.check(self._labels(first)["weight"], self.form, self.suffixes, self.sizes)
         self._check_accounted(self.own_names(), self.modules(), self.bias)
-        check_sizes(*self.sizes)
+        check_sizes(self._labels(first)["weight"], *self.sizes)
         if first.interleaved and self.form.rows_of_scale > 1:
             raise CheckpointError(
                 f"{first.module} must have scales for single rows, for those of gate and up "

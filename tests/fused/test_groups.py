@@ -2,7 +2,9 @@
 
 import gc
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 import deep_moe
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
+from deep_moe.fused import emulated_call
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
@@ -29,7 +32,8 @@ def make_buffer(num_ranks: int, group=None, **changes):
         "hidden": shape.hidden,
         "intermediate_hidden": shape.intermediate_hidden,
     }
-    group = dist.group.WORLD if group is None else group
+    if num_ranks > 1 and group is None:
+        group = dist.group.WORLD
     return deep_moe.get_symm_buffer_for_mega_moe(group, **{**arguments, **changes})
 
 
@@ -227,16 +231,29 @@ def test_a_rank_that_never_arrives_is_named_and_reset_helps(run_ranks) -> None:
     assert "missing: rank 1" in message
 
 
-@parametrize(
-    ("name", "values"),
-    [
-        ("num_sms", (2, 4)),
-        ("fast_math", (True, False)),
-        ("activation_clamp", (None, 7.0)),
-        ("activation", ("swiglu", "situ")),
-    ],
-    everyday=[("num_sms", (2, 4))],
-)
+OF_ALL_RANKS = [
+    ("num_sms", (2, 4)),
+    ("fast_math", (True, False)),
+    ("activation_clamp", (None, 7.0)),
+    ("activation", ("swiglu", "situ")),
+]
+
+
+@pytest.mark.parametrize(("name", "values"), OF_ALL_RANKS)
+def test_a_call_tells_other_ranks_what_must_be_equal(
+    monkeypatch: pytest.MonkeyPatch, name: str, values: tuple[Any, Any]
+) -> None:
+    told: list[Mapping[str, Any]] = []
+    monkeypatch.setattr(emulated_call, "run_rank", lambda *given, **_: told.append(given[2]))
+    call, buffer = RankCall(0, 1), make_buffer(1, device="cpu")
+    for value in values:
+        options = {"num_sms": 2, name: value}
+        deep_moe.fp8_fp4_mega_moe(call.y, *call.weights, buffer, **options)
+    first, second = told
+    assert first[name] != second[name]
+
+
+@parametrize(("name", "values"), OF_ALL_RANKS, everyday=OF_ALL_RANKS[:1])
 def test_calls_that_differ_are_an_error_on_every_rank(run_ranks, name: str, values) -> None:
     """The first rank is already inside its kernel when the second finds the difference."""
 

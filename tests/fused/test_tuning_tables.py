@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
 from deep_moe import EmulatedRanks, transform_weights_for_mega_moe
+from deep_moe.activations import Swiglu
+from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import finish_emulated, prepare_launch
 from deep_moe.fused.options import CallOptions
 from deep_moe.fused.tuning_tables import add_to_table, find_tuning, read_tuning, user_table_path
 from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics.choices import load_key
 from deep_moe.heuristics.tuning import TunedEntry, TunedLayer, TunedLayerKey, read_table
 from deep_moe.jit.launch import run_emulated
 from deep_moe.targets import choose_config, target_of
@@ -65,6 +69,29 @@ def test_what_could_not_be_read_again_is_not_written(table: Path):
     with pytest.raises(ValueError, match="commit must be a string of at most 200"):
         add_to_table(table, TunedLayer(KEY, (8,), (entry,)))
     assert not table.exists()
+
+
+def test_numbers_of_tokens_with_other_measurements_have_other_keys(table: Path):
+    """Of which the formula need not tell any difference."""
+    add_to_table(table, TunedLayer(KEY, (1024, 2048), ()))
+    find_tuning.cache_clear()
+    try:
+        shape = MoEShape(4, 256, 6, 4096, 2048, 4096)
+        choose = ConfigChooser(shape, "sm_90a", 132, Swiglu(), True, False, (), False, "Some GPU")
+        tuning = find_tuning("Some GPU")
+        of_one_formula = [
+            (first, second)
+            for first, second in pairwise(range(4097))
+            if load_key(shape, first) == load_key(shape, second)
+        ]
+        num_told_apart = 0
+        for first, second in of_one_formula:
+            is_same = tuning.measurement(KEY, first) is tuning.measurement(KEY, second)
+            assert (choose.key(first) == choose.key(second)) is is_same
+            num_told_apart += not is_same
+        assert num_told_apart
+    finally:
+        find_tuning.cache_clear()
 
 
 def test_a_process_reads_its_tables_once(table: Path):

@@ -34,12 +34,15 @@ class CompressedTensors(Quantization):
         self._transforms = config.get("transform_config")
 
     def of(self, module: str) -> Declared | None:
-        if any_matches(self._ignore, module):
+        if any_matches(self._ignore, module, self._source):
             return None
         for is_by_class in (False, True):  # who names a module has said more than its class
             for name, targets in self._targets.items():
                 named = [t for t in targets if t not in _CLASSES]
-                if (len(named) < len(targets)) if is_by_class else any_matches(named, module):
+                is_named = len(named) < len(targets)
+                if not is_by_class:
+                    is_named = any_matches(named, module, f"{self._source}: {name}")
+                if is_named:
                     return self._declared(name)
         return None
 
@@ -47,6 +50,16 @@ class CompressedTensors(Quantization):
         args = self._groups[name].get("weights")
         if not isinstance(args, dict):
             return None
+        for key in ("type", "strategy", "actorder"):
+            if not isinstance(args.get(key), (str, bool, type(None))):
+                raise CheckpointError(
+                    f"{self._source}: {name} must have a word as {key}; got {args[key]!r:.100}"
+                )
+        for key in ("num_bits", "group_size"):
+            if not isinstance(args.get(key), (int, type(None))):
+                raise CheckpointError(
+                    f"{self._source}: {name} must have an int as {key}; got {args[key]!r:.100}"
+                )
         kind, num_bits, block = args.get("type", "int"), args.get("num_bits", 8), _block(args)
         strategy = args.get("strategy") or _strategy(args)
         said = ", ".join(

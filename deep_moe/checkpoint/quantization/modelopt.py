@@ -56,7 +56,7 @@ class ModelOpt(Quantization):
         self._layers = layers
 
     def of(self, module: str) -> Declared | None:
-        if any_matches(self._ignore, module):
+        if any_matches(self._ignore, module, self._source):
             return None
         if str(self._config.get("quant_algo")).upper() != _MIXED:
             return declared(self._source, self._config)

@@ -19,7 +19,7 @@ class OneFormat(Quantization):
     ignore: list[str]
 
     def of(self, module: str) -> Declared | None:
-        return None if any_matches(self.ignore, module) else self.own
+        return None if any_matches(self.ignore, module, self.own.words) else self.own
 
 
 def mxfp8(source: str, config: Mapping[str, Any]) -> Quantization:

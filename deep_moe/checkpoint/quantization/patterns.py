@@ -27,8 +27,9 @@ _OF_ONE_CHARACTER = (_ops.LITERAL, _ops.NOT_LITERAL, _ops.ANY, _ops.IN)
 _MAX_LENGTH = 2000  # characters of an expression
 
 
-def any_matches(patterns: Iterable[str], name: str) -> bool:
-    """Whether one of `patterns` names the module, or a module that it is part of.
+def any_matches(patterns: Iterable[str], name: str, source: str = "a config") -> bool:
+    """Whether one of `patterns` names the module, or a module that it is part of. source: where
+    they stand, for errors.
 
     >>> any_matches(["model.layers.0*"], "model.layers.0.mlp.experts.3.up_proj")
     True
@@ -37,7 +38,10 @@ def any_matches(patterns: Iterable[str], name: str) -> bool:
     >>> any_matches(["model.layers.1"], "model.layers.10.mlp.experts.3.up_proj")
     False
     """
-    return any(matches(pattern, name) for pattern in patterns)
+    try:
+        return any(matches(pattern, name) for pattern in patterns)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source}: {error}") from error
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -75,7 +79,7 @@ def regex_matches(expression: str, name: str) -> bool:
 def _parsed(expression: str) -> Any:
     if len(expression) > _MAX_LENGTH:
         raise CheckpointError(
-            f"a pattern of a config must have at most {_MAX_LENGTH} characters; got "
+            f"a pattern must have at most {_MAX_LENGTH} characters; got "
             f"{len(expression)}: re:{expression[:40]}..."
         )
     try:
@@ -84,8 +88,7 @@ def _parsed(expression: str) -> Any:
             parsed = _parser.parse(expression)
     except (re.error, RecursionError, OverflowError) as error:
         raise CheckpointError(
-            f"a pattern of a config must be a regular expression; got re:{expression[:100]}: "
-            f"{error}"
+            f"a pattern must be a regular expression; got re:{expression[:100]}: {error}"
         ) from error
     if parsed.state.flags & ~re.UNICODE:
         raise _not_taken(f"flags in re:{expression[:100]}")
@@ -94,7 +97,7 @@ def _parsed(expression: str) -> Any:
 
 def _not_taken(what: str) -> CheckpointError:
     return CheckpointError(
-        "a pattern of a config must consist of characters, sets, groups, alternatives, "
+        "a pattern must consist of characters, sets, groups, alternatives, "
         f"repetitions and assertions; got {what}"
     )
 

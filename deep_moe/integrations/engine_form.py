@@ -36,6 +36,9 @@ class EngineForm:
     token_format: str | None = None
     rows_of_scale: int = 1
     is_interleaved: bool = False
+    is_up_first: bool = False
+    is_transposed: bool = False
+    scale_dtype: torch.dtype | None = None
     has_biases: bool = False
 
     @property
@@ -59,6 +62,11 @@ class EngineForm:
         `ServedExperts.tensors`: values and scales of both layers, then biases."""
         of_layers = tuple(name for layer in LAYERS for name in self.tensors_of(layer)[:2])
         return (*of_layers, *self.biases)
+
+    def size_of(self, weight: torch.Tensor) -> tuple[int, int]:
+        """Rows and columns of one expert's values, by the tensor of all experts."""
+        rows, columns = weight.shape[:0:-1] if self.is_transposed else weight.shape[1:]
+        return rows, columns * self.stored.values_per_element
 
     @property
     def biases(self) -> tuple[str, ...]:
@@ -84,9 +92,9 @@ class EngineForm:
         keys = dict(zip(self.suffixes, tensors, strict=True))
         if are_made_up:
             keys = {key: _numbers(key, tensor) for key, tensor in keys.items()}
-        matrices = [self._matrix(keys, i, num_matrices) for i in range(num_matrices)]
         labels = {key: f"{name}{suffix}" for key, suffix in self.suffixes.items()}
         try:
+            matrices = [self._matrix(keys, i, num_matrices, labels) for i in range(num_matrices)]
             form = self.stored.of(labels, matrices[0])
             num_rows = matrices[0]["weight"].shape[0]
             num_columns = matrices[0]["weight"].shape[1] * form.values_per_element
@@ -103,16 +111,25 @@ class EngineForm:
         return made
 
     def _matrix(
-        self, tensors: Mapping[str, torch.Tensor], index: int, num_matrices: int
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        index: int,
+        num_matrices: int,
+        labels: Mapping[str, str],
     ) -> Mapping[str, torch.Tensor]:
         """One of an expert's matrices."""
         own = {}
         for key, tensor in tensors.items():
             whole = tensor[0]
+            if self.is_transposed and whole.dim() == 2:
+                whole = whole.t()
+            if key == "scale" and self.scale_dtype is not None:
+                whole = _narrowed(labels[key], whole, self.scale_dtype)
+            place = num_matrices - 1 - index if self.is_up_first and whole.dim() > 1 else index
             if num_matrices > 1 and self.is_interleaved:
-                own[key] = whole[index::num_matrices]
+                own[key] = whole[place::num_matrices]
             else:
-                own[key] = whole.tensor_split(num_matrices)[index] if whole.dim() else whole
+                own[key] = whole.tensor_split(num_matrices)[place] if whole.dim() else whole
         return self.stored.plain(own)
 
 
@@ -124,6 +141,20 @@ def of_format(weights: str, suffixes: Suffixes, **more: Any) -> EngineForm:
         if spelled in stored.spellings:
             return EngineForm(stored, suffixes, **more)
     raise ValueError(f"suffixes must be of a spelling of {weights}; got {spelled}")
+
+
+def _narrowed(name: str, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scales in the type that checkpoints have them in, or CheckpointError if they are no numbers
+    of it."""
+    made = scales.to(dtype)
+    wrong = ((made != scales) & ~scales.isnan()).nonzero()
+    if wrong.numel():
+        place = tuple(wrong[0].tolist())
+        raise CheckpointError(
+            f"{name} must hold numbers of {dtype}, as checkpoints have them; got "
+            f"{scales[place].item()} in row {place[0]}"
+        )
+    return made
 
 
 def _numbers(key: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,10 +6,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+
+import torch
+
+_QUANTIZATION = "sglang.srt.layers.quantization"
+_SCHEMES = f"{_QUANTIZATION}.compressed_tensors.schemes"
 
 PACKAGES = (
     "sglang",
@@ -18,7 +26,9 @@ PACKAGES = (
     "sglang.srt.layers",
     "sglang.srt.layers.moe",
     "sglang.srt.layers.moe.fused_moe_triton",
-    "sglang.srt.layers.quantization",
+    _QUANTIZATION,
+    f"{_QUANTIZATION}.compressed_tensors",
+    _SCHEMES,
     "sglang.srt.eplb",
     "sglang.srt.managers",
     "sglang.srt.managers.scheduler_components",
@@ -27,35 +37,29 @@ PACKAGES = (
     "sglang.srt.weight_sync",
 )
 
-# What the loaders' files import and do not read here.
-UNREAD = (
-    "sglang.srt.batch_overlap.single_batch_overlap",
-    "sglang.srt.batch_overlap.two_batch_overlap",
-    "sglang.srt.configs.load_config",
-    "sglang.srt.configs.moe_model_registry",
-    "sglang.srt.disaggregation.utils",
-    "sglang.srt.distributed",
-    "sglang.srt.distributed.device_communicators.pynccl_allocator",
-    "sglang.srt.layers.moe.kt_ep_wrapper",
-    "sglang.srt.layers.moe.token_dispatcher",
-    "sglang.srt.layers.moe.token_dispatcher.ascend_tp",
-    "sglang.srt.layers.moe.token_dispatcher.base",
-    "sglang.srt.layers.moe.token_dispatcher.deepep_v2",
-    "sglang.srt.layers.moe.token_dispatcher.flashinfer",
-    "sglang.srt.layers.moe.token_dispatcher.standard",
-    "sglang.srt.layers.moe.topk",
-    "sglang.srt.layers.quantization.base_config",
-    "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors",
-    "sglang.srt.layers.quantization.compressed_tensors.schemes",
-    "sglang.srt.layers.quantization.fp8",
-    "sglang.srt.layers.quantization.fp8_utils",
-    "sglang.srt.layers.quantization.minimax_m3_nvfp4",
-    "sglang.srt.layers.quantization.unquant",
-    "sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph",
-    "sglang.srt.model_loader.weight_utils",
-    "sglang.srt.platforms",
-    "sglang.srt.utils.network",
-    "sglang.srt.utils.weight_checker",
+# The files that are SGLang's own. All others that these import have stand-ins, with any name.
+OWN = (
+    "sglang.srt.eplb.expert_location",
+    f"{_QUANTIZATION}.base_config",
+    f"{_QUANTIZATION}.compressed_tensors.compressed_tensors",
+    f"{_QUANTIZATION}.fp8",
+    f"{_QUANTIZATION}.modelopt_quant",
+    f"{_QUANTIZATION}.unquant",
+    f"{_QUANTIZATION}.w4afp8",
+    f"{_SCHEMES}.compressed_tensors_scheme",
+    f"{_SCHEMES}.compressed_tensors_w4a16_nvfp4_moe",
+    f"{_SCHEMES}.compressed_tensors_w4a4_nvfp4_moe",
+    f"{_SCHEMES}.compressed_tensors_w4a8_fp8_moe",
+    f"{_SCHEMES}.compressed_tensors_w8a8_fp8_moe",
+    f"{_SCHEMES}.compressed_tensors_wNa16_moe",
+    "sglang.srt.layers.moe.fused_moe_triton.layer",
+    "sglang.srt.layers.moe.mega_moe",
+    "sglang.srt.layers.moe.mega_moe_sm90",
+    "sglang.srt.layers.parameter",
+    "sglang.srt.managers.scheduler_components.weight_updater",
+    "sglang.srt.model_executor.model_runner_components.weight_updater",
+    "sglang.srt.plugins.hook_registry",
+    "sglang.srt.weight_sync.tensor_bucket",
 )
 
 
@@ -93,7 +97,9 @@ class Loader:
 
     @staticmethod
     def restore_weights_before_loading(model: Any, device: Any) -> None:
-        """SGLang asks layers' methods; those of our formats have nothing to restore."""
+        for module in model.modules():
+            if hasattr(getattr(module, "quant_method", None), "restore_weights_before_loading"):
+                module.quant_method.restore_weights_before_loading(module)
 
     @staticmethod
     def load_weights_and_postprocess(model: Any, weights: Any, device: Any) -> None:
@@ -107,15 +113,44 @@ class Loader:
                 module.quant_method.process_weights_after_loading(module)
 
 
-class Nvfp4:
-    """SGLang's method of NVFP4 where whole layers are given to one kernel."""
+class _Settings:
+    """SGLang's environment: what nobody has set is off."""
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        self._build_mega_moe_weights(layer)
+    def __init__(self, **values: Any) -> None:
+        vars(self).update({name: _Setting(value) for name, value in values.items()})
 
-    def _build_mega_moe_weights(self, layer: Any) -> None:
-        """Hooks stand around it."""
-        _never()
+    def __getattr__(self, name: str) -> _Setting:
+        return _Setting(False)
+
+
+class _Questions:
+    """What SGLang asks of its backends and platforms: `answer` to all questions but some."""
+
+    def __init__(self, answer: Any, **others: Any) -> None:
+        self._answer = answer
+        vars(self).update(others)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("is_"):
+            raise AttributeError(name)
+        return self._answer
+
+
+class _Others(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Stand-ins for all modules of SGLang that are not its own here."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith("sglang.") or name in OWN:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Unread(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing in it."""
 
 
 class Answer(SimpleNamespace):
@@ -143,16 +178,15 @@ def set_up(group: Any, max_tokens: int) -> Any:
         package = _Unread(name)
         package.__path__ = [str(root.joinpath(*name.split(".")[1:]))]
         sys.modules[name] = package
-    a2a = SimpleNamespace(is_megamoe=lambda: True)
+    if not any(isinstance(finder, _Others) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Others())
     stand_in("sglang.kernels.ops.moe.dsv4", mega_moe_pre_dispatch=None)
     stand_in("sglang.kernels.ops.gemm.bf16_fp32", hpc_bf16xfp32_gemm_enabled=lambda: False)
     stand_in(
         "sglang.srt.environ",
-        envs=SimpleNamespace(
-            SGLANG_AMD_USE_FLYDSL_MEGA_MOE=_Setting(False),
-            SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK=_Setting(max_tokens),
-            SGLANG_OPT_DEEPGEMM_MEGA_MOE_FUSE_SHARED_EXPERTS=_Setting(True),
-            SGLANG_MOE_COPY_WEIGHT_VIEWS_BEFORE_H2D=_Setting(False),
+        envs=_Settings(
+            SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK=max_tokens,
+            SGLANG_OPT_DEEPGEMM_MEGA_MOE_FUSE_SHARED_EXPERTS=True,
         ),
     )
     stand_in("sglang.srt.layers.attention.dsa.utils", is_dsa_enable_prefill_cp=lambda: False)
@@ -162,31 +196,45 @@ def set_up(group: Any, max_tokens: int) -> Any:
         run_mega_gate=_never,
         should_use_mega_gate=lambda moe, hidden_states, forward_batch: True,
     )
-    stand_in("sglang.srt.layers.moe.utils", get_moe_a2a_backend=lambda: a2a)
+    a2a = _Questions(lambda: False, is_megamoe=lambda: True)
+    runner = _Questions(lambda: False, is_marlin=lambda: True)
+    backends = {"get_moe_a2a_backend": lambda: a2a, "get_moe_runner_backend": lambda: runner}
+    vars(sys.modules["sglang.srt.layers.moe"]).update(backends)
+    stand_in(
+        "sglang.srt.layers.moe.utils",
+        **backends,
+        get_moe_weight_sizes=lambda size, **_: (2 * size, size, False),
+    )
+    stand_in(f"{_QUANTIZATION}.utils", swizzle_blockscale=torch.clone)
     stand_in("sglang.srt.model_executor.runner", get_is_capture_mode=lambda: False)
     stand_in("sglang.srt.models.deepseek_common.utils", _device_sm=90)
     stand_in("sglang.srt.multimodal.dsv41.vl_routing", vision_topk=_never)
-    stand_in(
-        "sglang.srt.utils",
-        is_hip=lambda: False,
-        is_cpu=lambda: False,
-        is_npu=lambda: False,
-        is_sm100_supported=lambda: True,
-        cpu_has_amx_support=lambda: False,
-        get_bool_env_var=lambda name, default="false": False,
-        get_available_gpu_memory=lambda *_, **__: 0.0,
-    )
+    utilities = {
+        "is_cuda": lambda: False,
+        "is_hip": lambda: False,
+        "is_cpu": lambda: False,
+        "is_npu": lambda: False,
+        "is_sm100_supported": lambda: True,
+        "cpu_has_amx_support": lambda: False,
+        "get_bool_env_var": lambda name, default="false": False,
+        "get_available_gpu_memory": lambda *_, **__: 0.0,
+        "set_weight_attrs": set_attributes,
+    }
+    stand_in("sglang.srt.utils", **utilities)
+    stand_in("sglang.srt.utils.common", **utilities)
     stand_in("sglang.srt.utils.custom_op", register_custom_op=lambda **_: lambda function: function)
     stand_in("sglang.srt.utils.patch_torch", monkey_patch_torch_reductions=lambda: None)
     parallel = SimpleNamespace(moe_ep_group=group, tp_group=group, tp_rank=0)
     resources = SimpleNamespace(expert_location_metadata=None)
     moe = SimpleNamespace(elastic_ep_backend=None)
+    platform = _Questions(False, is_sm90=True)
     stand_in(
         "sglang.srt.runtime_context",
         get_parallel=lambda: parallel,
         get_resources=lambda: resources,
         get_exec=lambda: SimpleNamespace(moe=moe),
         get_model=lambda: SimpleNamespace(weight_cache_mode="off", load_format="auto"),
+        get_platform=lambda: platform,
     )
     stand_in("sglang.srt.managers.io_struct", **{f"{name}ReqOutput": Answer for name in ANSWERED})
     stand_in(
@@ -199,12 +247,14 @@ def set_up(group: Any, max_tokens: int) -> Any:
         "sglang.srt.model_loader.utils",
         set_default_torch_dtype=lambda dtype: contextlib.nullcontext(),
     )
-    for name in UNREAD:
-        stand_in(name)
-    # A class of its own in each stage, for hooks stay on it, by the name that loaders ask for.
-    own = {name: value for name, value in vars(Nvfp4).items() if not name.startswith("__")}
-    name = "ModelOptNvFp4FusedMoEMethod"
-    stand_in("sglang.srt.layers.quantization.modelopt_quant", **{name: type(name, (), own)})
+    schemes = sys.modules[_SCHEMES]
+    base = importlib.import_module(f"{_SCHEMES}.compressed_tensors_scheme")
+    vars(schemes).update(
+        CompressedTensorsMoEScheme=base.CompressedTensorsMoEScheme, WNA16_SUPPORTED_BITS=[4, 8]
+    )
+    layer = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer")
+    package = sys.modules["sglang.srt.layers.moe.fused_moe_triton"]
+    vars(package).update(FusedMoeWeightScaleSupported=layer.FusedMoeWeightScaleSupported)
     importlib.import_module("sglang.srt.layers.moe.mega_moe_sm90")
     return importlib.import_module("sglang.srt.layers.moe.mega_moe")
 
@@ -212,6 +262,11 @@ def set_up(group: Any, max_tokens: int) -> Any:
 def module(name: str) -> Any:
     """One of SGLang's own, with hooks."""
     return importlib.import_module(f"sglang.srt.{name}")
+
+
+def set_attributes(weight: torch.Tensor, attributes: dict[str, Any] | None) -> None:
+    for name, value in (attributes or {}).items():
+        setattr(weight, name, value)
 
 
 class _Unread(ModuleType):
@@ -227,7 +282,7 @@ class _Unread(ModuleType):
 
 def stand_in(name: str, **values: Any) -> None:
     module = _Unread(name)
-    vars(module).update(values)
+    vars(module).update(values, __path__=[])
     sys.modules[name] = module
     parent, _, last = name.rpartition(".")
     if parent in sys.modules:

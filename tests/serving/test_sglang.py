@@ -78,7 +78,9 @@ def empty_layer(weights: str, rank: int = 0, num_ranks: int = 1, **changes: Any)
         "activation": "silu",
         "is_gated": True,
         "gemm1_alpha": None,
+        "gemm1_beta": None,
         "gemm1_clamp_limit": None,
+        "gate_up_interleaved": True,
         "swiglu_limit": None,
     }
     attributes = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import deep_moe
-from deep_moe.activations import Swiglu, SwigluOai
+from deep_moe.activations import Activation, Swiglu, SwigluOai
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import CheckpointError, DeepMoEError
 from deep_moe.formats.block_scaled import unpack_ue8m0
@@ -179,6 +179,7 @@ def called_directly(
     logits: Any,
     limit: float = math.inf,
     token_format: str | None = None,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
     """By the public API, without vLLM, all experts on one rank."""
     pair = formats(weights) | ({"token_format": token_format} if token_format else {})
@@ -197,7 +198,7 @@ def called_directly(
     transformed = deep_moe.transform_weights_for_mega_moe(*source, arch, **pair)
     deep_moe.prepare_inputs(x, ids, topk_weights, buffer, arch=arch)
     y = torch.empty_like(x)
-    deep_moe.mega_moe(y, transformed, buffer, activation=Swiglu(limit), arch=arch)
+    deep_moe.mega_moe(y, transformed, buffer, activation=activation or Swiglu(limit), arch=arch)
     return y
 
 

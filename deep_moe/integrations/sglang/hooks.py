@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from deep_moe.activations import Swiglu
-from deep_moe.errors import CheckpointError
+from deep_moe.activations import Activation, Swiglu, SwigluOai
+from deep_moe.errors import CheckpointError, DeepMoEError
 
 from ..served_experts import ServedExperts, arch_on
 from ..shared_buffers import LayerSizes
@@ -23,6 +24,7 @@ from ..switch import read_num_pool_tokens, read_token_format
 from ..token_format import served_token_format
 from ..unsupported import UnsupportedError
 from . import engine, loading
+from .forms import check_supported, form_of
 
 # SGLang shows the lines of every logger.
 logger = logging.getLogger("sglang.deep_moe")
@@ -85,6 +87,7 @@ def build(original: Callable[..., Any], experts: Any) -> Any:
         return original(experts)
     loading.await_replacement(experts, served)
     experts.__dict__[_STATE] = served
+    experts.__dict__["forward"] = partial(_refuse_forward, name)
     experts._mega_moe_weights_built = True
     ranks = engine.expert_group().world_size
     logger.info(
@@ -97,9 +100,22 @@ def build(original: Callable[..., Any], experts: Any) -> Any:
     return None
 
 
-def build_nvfp4(original: Callable[..., Any], method: Any, experts: Any) -> Any:
+def build_nvfp4(original: Callable[..., Any], method: Any, layer: Any) -> Any:
     """The same, where SGLang's method of NVFP4 lays weights out for its own kernel."""
-    return build(lambda own: original(method, own), experts)
+    return build(lambda own: original(method, own), layer)
+
+
+def build_by_method(original: Callable[..., Any], method: Any, layer: Any) -> Any:
+    """The same, where a method lays weights out for kernels of single products: SGLang has none of
+    whole layers for them."""
+    if not engine.is_megamoe() or form_of(layer) is None:
+        return original(method, layer)
+    return build(lambda own: original(method, own), layer)
+
+
+def restore(original: Callable[..., Any], method: Any, layer: Any) -> Any:
+    """Before others are loaded: the parameters of our layers stay the kernel's own tensors."""
+    return None if served_of(layer) is not None else original(method, layer)
 
 
 def is_ready(original: Callable[..., bool], experts: Any) -> bool:
@@ -160,11 +176,26 @@ def run(
 
 
 _MEGA_MOE = "sglang.srt.layers.moe.mega_moe"
-_NVFP4_METHOD = "sglang.srt.layers.quantization.modelopt_quant.ModelOptNvFp4FusedMoEMethod"
+_QUANTIZATION = "sglang.srt.layers.quantization"
+_NVFP4 = f"{_QUANTIZATION}.modelopt_quant.ModelOptNvFp4FusedMoEMethod"
+_UNQUANTIZED = f"{_QUANTIZATION}.unquant.UnquantizedFusedMoEMethod"
+_COMPRESSED = (
+    f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsFusedMoEMethod"
+)
+_BY_METHOD = (
+    _COMPRESSED,
+    _UNQUANTIZED,
+    f"{_QUANTIZATION}.fp8.Fp8MoEMethod",
+    f"{_QUANTIZATION}.modelopt_quant.ModelOptFp8MoEMethod",
+    f"{_QUANTIZATION}.w4afp8.W4AFp8MoEMethod",
+)
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MEGA_MOE}.build_mega_moe_experts_weights": build,
     f"{_MEGA_MOE}_sm90.build_sm90_mega_moe_experts_weights": build,
-    f"{_NVFP4_METHOD}._build_mega_moe_weights": build_nvfp4,
+    f"{_NVFP4}._build_mega_moe_weights": build_nvfp4,
+    **{f"{method}.process_weights_after_loading": build_by_method for method in _BY_METHOD},
+    f"{_COMPRESSED}.restore_weights_before_loading": restore,
+    f"{_UNQUANTIZED}.restore_weights_before_loading": restore,
     f"{_MEGA_MOE}.is_mega_moe_experts_ready": is_ready,
     f"{_MEGA_MOE}.should_use_mega_moe": should_use_mega_moe,
     f"{_MEGA_MOE}.should_fuse_mega_moe_shared_experts": should_fuse_shared_experts,
@@ -187,42 +218,36 @@ def _taken_over(experts: Any) -> ServedExperts:
         (experts.num_experts % experts.moe_ep_size, "experts are unevenly spread over ranks"),
         (experts.moe_tp_size != 1, "ranks hold slices of experts"),
         (engine.is_elastic(), "expert parallelism is elastic"),
-        (
-            config.activation != "silu"
-            or not config.is_gated
-            or config.gemm1_alpha is not None
-            or config.gemm1_clamp_limit is not None,
-            f"the kernel has no activation {config.activation}, gemm1_alpha={config.gemm1_alpha}, "
-            f"gemm1_clamp_limit={config.gemm1_clamp_limit}",
-        ),
+        (getattr(experts, "use_triton_kernels", False), "weights are transposed for Triton"),
     ):
         if is_unsupported:
             raise UnsupportedError(reason)
-    try:
-        activation = Swiglu(math.inf if config.swiglu_limit is None else config.swiglu_limit)
-    except (TypeError, ValueError) as error:
-        raise UnsupportedError(str(error)) from None
-    form = loading.form_of(experts)
+    activation = _activation_of(config)
+    check_supported(experts)
+    form = form_of(experts)
     tensors = [getattr(experts, name).data for name in loading.tensors_of(experts)]
     l1, l2 = tuple(tensors[: len(tensors) // 2]), tuple(tensors[len(tensors) // 2 :])
     w13 = l1[0]
-    is_packed = w13.dtype in _PACKED
-    if not is_packed and w13.dtype != torch.float8_e4m3fn:
-        raise UnsupportedError(f"weights of {w13.dtype} are not supported")
-    arch = arch_on(w13.device, _emulated_arch)
     if form is None:
+        is_packed = w13.dtype in _PACKED
+        if not is_packed and w13.dtype != torch.float8_e4m3fn:
+            raise UnsupportedError(f"weights of {w13.dtype} are not supported")
         weights = "mxfp4" if is_packed else "fp8"
+        rows, hidden = w13.shape[1], w13.shape[2] * (2 if is_packed else 1)
     else:
         weights = form.weights
+        rows, hidden = form.size_of(w13)
+    arch = arch_on(w13.device, _emulated_arch)
     group = engine.expert_group()
     served = ServedExperts(
         LayerSizes(
             experts.num_experts,
             experts.top_k,
-            w13.shape[2] * (2 if is_packed else 1),
-            w13.shape[1] // 2,
+            hidden,
+            rows // 2,
             weights,
-            served_token_format(weights, read_token_format(), arch, w13.device),
+            (form and form.token_format)
+            or served_token_format(weights, read_token_format(), arch, w13.device),
             num_pool_tokens=read_num_pool_tokens(),
         ),
         activation,
@@ -237,14 +262,43 @@ def _taken_over(experts: Any) -> ServedExperts:
     return served
 
 
+def _activation_of(config: Any) -> Activation:
+    """The kernel's activation that computes what SGLang's does with this configuration."""
+    limit, alpha, beta = config.swiglu_limit, config.gemm1_alpha, config.gemm1_beta
+    clamp = config.gemm1_clamp_limit
+    try:
+        if config.activation == "silu" and config.is_gated:
+            if alpha is None and clamp is None and beta in (None, 0.0):
+                return Swiglu(math.inf if limit is None else limit)
+            is_plain = beta == 1.0 and limit in (None, clamp) and not config.gate_up_interleaved
+            if alpha is not None and clamp is not None and is_plain:
+                return SwigluOai(alpha, clamp)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(str(error)) from None
+    raise UnsupportedError(
+        f"the kernel has no activation {config.activation}, gemm1_alpha={alpha}, "
+        f"gemm1_beta={beta}, gemm1_clamp_limit={clamp}"
+    )
+
+
+def _refuse_forward(name: str, *_: Any, **__: Any) -> torch.Tensor:
+    """In place of a layer's own forward pass, which knows other layouts of weights."""
+    raise DeepMoEError(
+        f"{name}: deep_moe runs its experts as one kernel, but the model does not call them as "
+        "SGLang's models with --moe-a2a-backend megamoe do. DEEP_MOE_SGLANG=0 serves it without "
+        "deep_moe"
+    )
+
+
 def _check_call(served: ServedExperts, options: dict[str, Any]) -> None:
     """A call asks for what was taken over when the weights were loaded."""
-    sizes = served.sizes
+    sizes, own = served.sizes, served.activation
+    assert isinstance(own, (Swiglu, SwigluOai))
     taken = {
         "hidden_size": sizes.hidden,
         "intermediate_size": sizes.intermediate_hidden,
         "top_k": sizes.num_topk,
-        "activation": "swiglu",
+        "activation": "swigluoai" if isinstance(own, SwigluOai) else "swiglu",
         "num_shared_experts": 0,
         "routing_in_buffer": False,
     }
@@ -255,8 +309,9 @@ def _check_call(served: ServedExperts, options: dict[str, Any]) -> None:
                 f"got {options[name]!r}"
             )
     clamp = options.get("activation_clamp")
-    if Swiglu(math.inf if clamp is None else clamp) != served.activation:
+    limit = own.limit if isinstance(own, SwigluOai) else own.clamp
+    if (math.inf if clamp is None else clamp) != limit:
         raise ValueError(
-            f"activation_clamp must be that of {served.activation!r}, as it was when the weights "
-            f"were loaded; got {clamp!r}"
+            f"activation_clamp must be that of {own!r}, as it was when the weights were loaded; "
+            f"got {clamp!r}"
         )

@@ -15,33 +15,19 @@ from typing import Any
 import torch
 
 from ..completeness import LoadedParts, shards_of
-from ..engine_form import EngineForm, of_format
 from ..kernel_parameters import KernelParameters
 from ..served_experts import ServedExperts
 from . import engine
+from .forms import TENSORS, form_of
 from .replacement import Replacement
 
 logger = logging.getLogger("sglang.deep_moe")
-
-# Of MXFP4 and FP8, in the order of `ServedExperts.tensors`.
-TENSORS = ("w13_weight", "w13_weight_scale_inv", "w2_weight", "w2_weight_scale_inv")
-
-# Of NVFP4, as ModelOpt writes it.
-NVFP4 = of_format(
-    "nvfp4",
-    {"weight": "_weight", "scale": "_weight_scale", "global_scale": "_weight_scale_2"},
-)
 
 # Of a layer that the kernel runs: its KernelParameters.
 PARAMETERS = "_deep_moe_parameters"
 _PARTS, _REPLACEMENT = "_deep_moe_loaded_parts", "_deep_moe_replacement"
 _HOW_TO_LOAD = "SGLang's update_weights_from_disk, _tensor, _distributed and _ipc load new ones"
 _MOST_LAYERS = 4  # named in one answer
-
-
-def form_of(experts: Any) -> EngineForm | None:
-    """How SGLang keeps a layer's weights. None: as `TENSORS`."""
-    return NVFP4 if NVFP4.tensors[2] in experts._parameters else None
 
 
 def tensors_of(experts: Any) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ medians of the rounds are reported. Paths:
     separate    deep_moe.moe, W1 and W3 apart
     recompute   ours with recompute=True
     mxfp8       ours with precision="mxfp8"
+    fp8         ours with precision="fp8"
     plain       sorted by PyTorch, grouped_mm, torch.compile around it, PyTorch's autograd
     products    the six grouped products alone, on rows that are there
     quack       quack-kernels' grouped GEMMs with gathers and activation in them (quack_layer.py),
@@ -64,7 +65,7 @@ MODELS = {
     "fine-grained": Model(1536, 256, 128, 8),
 }
 TOKENS = (8192, 16384, 32768)
-PATHS = ("ours", "separate", "recompute", "mxfp8", "plain", "products")
+PATHS = ("ours", "separate", "recompute", "mxfp8", "fp8", "plain", "products")
 RESULTS = ("out", "x", "topk_weights", "w13", "w2")  # of a step: the output and gradients
 LIBRARY_PATHS = {"quack": {"tuned": False}, "quack-tuned": {"tuned": True}}
 
@@ -213,6 +214,7 @@ def paths_of(case: Case) -> dict[str, Callable[[], Any]]:
         "separate": lambda: case.step(deep_moe.moe, case.w1, case.w3, case.w2),
         "recompute": partial(case.our_step, recompute=True),
         "mxfp8": partial(case.our_step, precision="mxfp8"),
+        "fp8": partial(case.our_step, precision="fp8"),
         "plain": lambda: case.step(compiled, case.w13, case.w2),
         "products": products_alone(case),
     }

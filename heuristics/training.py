@@ -125,6 +125,7 @@ class ActivateRowsConfig(TrainingConfig):
     applied: Activation = field(default_factory=activation_of)
     has_biases: bool = False
     rounds_to_mxfp8: bool = False
+    quantizes: bool = False
 
     @property
     def activation(self) -> Activation:
@@ -150,6 +151,20 @@ class ScatterRowsConfig(TrainingConfig):
     num_sources: int = 1
     has_topk_weights: bool = True
     has_biases: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizeRowsConfig(TrainingConfig):
+    step: ClassVar[str] = "quantize_rows"
+
+
+@dataclass(frozen=True)
+class QuantizeWeightsConfig(TrainingConfig):
+    """is_by_columns: weights are [experts, N, K] in memory."""
+
+    step: ClassVar[str] = "quantize_weights"
+    num_threads: int = 256
+    is_by_columns: bool = False
 
 
 @dataclass(frozen=True)

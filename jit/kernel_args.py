@@ -30,6 +30,8 @@ GatherRowsArgs = struct(_TRAINING, "GatherRowsArgs")
 ActivateRowsArgs = struct(_TRAINING, "ActivateRowsArgs")
 ActivateRowsBackwardArgs = struct(_TRAINING, "ActivateRowsBackwardArgs")
 ScatterRowsArgs = struct(_TRAINING, "ScatterRowsArgs")
+QuantizeRowsArgs = struct(_TRAINING, "QuantizeRowsArgs")
+QuantizeWeightsArgs = struct(_TRAINING, "QuantizeWeightsArgs")
 RoundWeightsArgs = struct(_TRAINING, "RoundWeightsArgs")
 GroupedProductArgs = struct("deep_moe/products/args.cuh", "GroupedProductArgs")
 
@@ -41,6 +43,8 @@ ARGS_OF_STEP = {
     "activate_rows": ActivateRowsArgs,
     "activate_rows_backward": ActivateRowsBackwardArgs,
     "scatter_rows": ScatterRowsArgs,
+    "quantize_rows": QuantizeRowsArgs,
+    "quantize_weights": QuantizeWeightsArgs,
     "round_weights": RoundWeightsArgs,
     "grouped_product": GroupedProductArgs,
 }

@@ -35,7 +35,7 @@ from .rows import Rows, aligned
 from .steps import Biases, Steps
 from .ways import Ways
 
-Precision = Literal["bf16", "mxfp8"]
+Precision = Literal["bf16", "mxfp8", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,14 @@ class Experts:
     ) -> tuple[torch.Tensor, Linear1]:
         """The layer's output [tokens, H] and Linear1's. received: of x."""
         rows = ways.rows
-        is_mxfp8 = self.precision == "mxfp8"
         linear1 = self._linear1(received, ways)
         activated = self.steps.activate(
-            *linear1.halves(), self.biases, self.activation, rows, rounds_to_mxfp8=is_mxfp8
+            *linear1.halves(),
+            self.biases,
+            self.activation,
+            rows,
+            rounds_to_mxfp8=self.precision == "mxfp8",
+            quantizes=self.precision == "fp8",
         )
         product = self._forward_product(activated, self.weights.down, rows)
         bias = None if self.biases is None else self.biases.down
@@ -174,7 +178,11 @@ class Experts:
         return Gradients(d_x, ways.return_weights(d_row_weights), d_weights, d_biases)
 
     def _linear1(self, received: torch.Tensor, ways: Ways) -> Linear1:
-        gathered = ways.gather(received, rounds_to_mxfp8=self.precision == "mxfp8")
+        if self.precision == "fp8":
+            # Once for a token, not for each of its rows.
+            gathered = ways.gather(self.steps.quantize_rows(received))
+        else:
+            gathered = ways.gather(received, rounds_to_mxfp8=self.precision == "mxfp8")
         gate, up = self.weights.gate, self.weights.up
         return Linear1(
             self._forward_product(gathered, gate, ways.rows),
@@ -185,7 +193,11 @@ class Experts:
         self, inputs: torch.Tensor, weights: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
         """Weights are rounded in every pass, and the rounded ones freed behind it: an optimizer
-        need not count a tensor's version up, so nothing cheap tells that weights are the same."""
+        need not count a tensor's version up, so nothing cheap tells that weights are the same.
+        inputs: as the precision has them."""
+        if self.precision == "fp8":
+            quantized = self.steps.quantize_weights(weights)
+            return self.steps.quantized_product(inputs, quantized, rows)
         if self.precision == "mxfp8":
             weights = self.steps.round_weights(weights.contiguous())
         return grouped_product(inputs, weights, rows.offs)

@@ -8,6 +8,7 @@ from deep_moe.fused.checks import check_contiguous, check_start, require_type
 from deep_moe.fused.gpu import Gpu, gpu_of
 from deep_moe.heuristics.products import COLUMN_ALIGNMENT, K_GROUP, GroupedProductConfig
 from deep_moe.heuristics.training import MAX_EXPERTS
+from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import GroupedProductArgs, TensorMap
 from deep_moe.targets import target_of
 from deep_moe.tensor_map import DataType, Swizzle, TensorMapSpec
@@ -41,7 +42,7 @@ def grouped_product(
     Args:
         x: float8_e4m3fn [rows, K] with expert_begin, otherwise [experts, N_e, K], as dispatches
             of `AllToAll` and of `LowLatencyAllToAll` with `token_format="fp8_128"` give it. K is a
-            multiple of 128. Contiguous.
+            multiple of 128. Rows are contiguous and evenly spaced, by a multiple of 16 bytes.
         x_sf: float32 [rows, K/128] or [experts, N_e, K/128], a scale for 128 values of a row. Any
             strides, so scales may lie by row or by column.
         weight: float8_e4m3fn [experts, N, K], N a multiple of 8. Contiguous.
@@ -96,8 +97,8 @@ def grouped_product(
     if expert_begin is None:
         expert_stride = x_sf.stride(0) - rows_per_expert * x_sf.stride(1)
     args = GroupedProductArgs(
-        _tensor_map(x.view(1, num_rows, num_values), config.block_m, config, gpu),
-        _tensor_map(weight, config.block_n, config, gpu),
+        _tensor_map(x, (num_rows, 1), config.block_m, config, gpu),
+        _tensor_map(weight, (num_columns, num_experts), config.block_n, config, gpu),
         x_sf.data_ptr(),
         weight_sf.data_ptr(),
         0 if expert_begin is None else expert_begin.data_ptr(),
@@ -126,16 +127,21 @@ def grouped_product(
 
 
 def _tensor_map(
-    matrices: torch.Tensor, num_rows: int, config: GroupedProductConfig, gpu: Gpu | None
-) -> TensorMap:
-    """Of matrices [., R, K], in boxes of so many rows and a k-block. Behind a matrix is zero."""
-    row_bytes = matrices.shape[2]
+    tensor: torch.Tensor,
+    dims: tuple[int, int],
+    box_rows: int,
+    config: GroupedProductConfig,
+    gpu: Gpu | None,
+) -> CppStruct:
+    """dims: rows of a matrix, and matrices. In boxes of so many rows and a k-block. Behind a matrix
+    is zero."""
+    row_stride = tensor.stride(-2) if tensor.numel() > tensor.shape[-1] else tensor.shape[-1]
     spec = TensorMapSpec(
         DataType.UINT8,
-        matrices.data_ptr(),
-        dims=(row_bytes, matrices.shape[1], matrices.shape[0]),
-        strides=(row_bytes, matrices.shape[1] * row_bytes),
-        box=(config.block_k, num_rows, 1),
+        tensor.data_ptr(),
+        dims=(tensor.shape[-1], *dims),
+        strides=(row_stride, dims[0] * row_stride),
+        box=(config.block_k, box_rows, 1),
         swizzle=Swizzle.of_row_bytes(config.block_k),
     )
     image = spec.encode_emulated() if gpu is None else gpu.encode_tensor_map(spec)
@@ -200,7 +206,8 @@ def _check(
     scale_shape = (num_experts, -(-num_columns // K_GROUP), num_groups)
     _require("weight_sf", weight_sf, torch.float32, device, scale_shape)
     _require("expert_count", expert_count, torch.int32, device, (num_experts,))
-    contiguous = {"x": x, "weight": weight, "weight_sf": weight_sf, "expert_count": expert_count}
+    _check_rows(x)
+    contiguous = {"weight": weight, "weight_sf": weight_sf, "expert_count": expert_count}
     if expert_begin is not None:
         _require("expert_begin", expert_begin, torch.int32, device, (num_experts,))
         contiguous["expert_begin"] = expert_begin
@@ -208,6 +215,15 @@ def _check(
         check_contiguous(name, tensor)
     check_start("x", x, _ALIGNMENT)
     check_start("weight", weight, _ALIGNMENT)
+
+
+def _check_rows(x: torch.Tensor) -> None:
+    is_even = x.ndim == 2 or x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    if not x.is_contiguous() and (x.stride(-1) != 1 or x.stride(-2) % _ALIGNMENT or not is_even):
+        raise ValueError(
+            f"x must have contiguous rows, evenly spaced by a multiple of {_ALIGNMENT} bytes; got "
+            f"strides {x.stride()}"
+        )
 
 
 def _require(

@@ -9,6 +9,7 @@ import torch
 from deep_moe.activations import GatedActivation
 from deep_moe.formats.block_scaled import GROUP_SIZE
 from deep_moe.fused.gpu import Gpu
+from deep_moe.heuristics.products import K_GROUP
 from deep_moe.heuristics.training import (
     VALUES_PER_CHUNK,
     ActivateRowsBackwardConfig,
@@ -16,6 +17,8 @@ from deep_moe.heuristics.training import (
     CountSlotsConfig,
     GatherRowsConfig,
     PlaceSlotsConfig,
+    QuantizeRowsConfig,
+    QuantizeWeightsConfig,
     RoundWeightsConfig,
     ScanCountsConfig,
     ScatterRowsConfig,
@@ -26,13 +29,17 @@ from deep_moe.jit.kernel_args import (
     ActivateRowsArgs,
     ActivateRowsBackwardArgs,
     GatherRowsArgs,
+    QuantizeRowsArgs,
+    QuantizeWeightsArgs,
     RoundWeightsArgs,
     RouteSlotsArgs,
     RowsArgs,
     ScatterRowsArgs,
 )
 
+from .grouped_product import grouped_product
 from .launching import launch
+from .quantized import QuantizedWeights, parts_of_rows, quantized_width
 from .rows import Rows, aligned
 from .steps import Biases
 
@@ -121,9 +128,11 @@ class KernelSteps:
         rows: Rows,
         *,
         rounds_to_mxfp8: bool = False,
+        quantizes: bool = False,
     ) -> torch.Tensor:
         intermediate = gate.shape[1]
-        activated = gate.new_empty(rows.num_rows, intermediate)
+        width = quantized_width(intermediate) if quantizes else intermediate
+        activated = gate.new_empty(rows.num_rows, width)
         args = ActivateRowsArgs(
             _rows_args(rows),
             gate.data_ptr(),
@@ -138,6 +147,7 @@ class KernelSteps:
             applied=activation,
             has_biases=biases is not None,
             rounds_to_mxfp8=rounds_to_mxfp8,
+            quantizes=quantizes,
             arch=self.arch,
         )
         read = {"gate": gate, "up": up, **_row_tensors(rows), **_bias_tensors(biases)}
@@ -242,6 +252,44 @@ class KernelSteps:
         num_ctas = config.num_ctas(rows.num_tokens * warps_per_token)
         launch(self.gpu, config, args, num_ctas, read, {"tokens": tokens})
         return tokens
+
+    def quantize_rows(self, values: torch.Tensor) -> torch.Tensor:
+        values = aligned(values)
+        num_rows, num_values = values.shape
+        quantized = values.new_empty(num_rows, quantized_width(num_values))
+        num_chunks = num_values // VALUES_PER_CHUNK
+        args = QuantizeRowsArgs(values.data_ptr(), quantized.data_ptr(), num_rows, num_chunks)
+        config = QuantizeRowsConfig(arch=self.arch)
+        num_ctas = config.num_ctas(num_rows)
+        launch(self.gpu, config, args, num_ctas, {"values": values}, {"quantized": quantized})
+        return quantized
+
+    def quantize_weights(self, weights: torch.Tensor) -> QuantizedWeights:
+        num_experts, num_values, num_columns = weights.shape
+        is_by_columns = not weights.is_contiguous()
+        weights = aligned(weights)
+        num_blocks = -(-num_columns // K_GROUP), num_values // K_GROUP
+        quantized = QuantizedWeights(
+            weights.new_empty(num_experts, num_columns, num_values, dtype=torch.float8_e4m3fn),
+            weights.new_empty(num_experts, *num_blocks, dtype=torch.float32),
+        )
+        written = {"quantized": quantized.values, "scales": quantized.scales}
+        pointers = (tensor.data_ptr() for tensor in (weights, *written.values()))
+        args = QuantizeWeightsArgs(*pointers, num_values, num_columns)
+        config = QuantizeWeightsConfig(is_by_columns=is_by_columns, arch=self.arch)
+        num_ctas = quantized.scales.numel()
+        launch(self.gpu, config, args, num_ctas, {"weights": weights}, written)
+        return quantized
+
+    def quantized_product(
+        self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows
+    ) -> torch.Tensor:
+        values, scales = parts_of_rows(inputs, weights.values.shape[2])
+        begin = torch.nn.functional.pad(rows.offs[:-1], (1, 0))
+        count = rows.offs - begin
+        return grouped_product(
+            values, scales, weights.values, weights.scales, count, begin, arch=self.arch
+        )
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
         rounded = torch.empty_like(weights)

@@ -13,9 +13,11 @@ import torch
 
 from deep_moe.activations import ACTIVATIONS, Activation, GatedActivation, activation_of
 from deep_moe.heuristics.training import num_padded_rows
+from deep_moe.targets import target_of
 from deep_moe.tensor_memory import check_memory
 
 from .experts import Experts, Linear1, Weights, widened
+from .kernel_steps import KernelSteps
 from .rows import Rows
 from .steps import Biases
 from .steps_for import steps_for
@@ -96,7 +98,18 @@ def experts_of(
         biases = widened(Biases(b1, b3, b2), x.dtype)
     weights = Weights(w1, w3, w2)
     steps = steps_for(x, arch)
+    if isinstance(steps, KernelSteps) and precision == "fp8":
+        _require_products(steps.arch)
     return Experts(weights, biases, decode_activation(activation), precision, steps)
+
+
+def _require_products(arch: str) -> None:
+    """That there are products of quantized operands for a target."""
+    if target_of(arch).kernel != "sm90":
+        raise ValueError(
+            f"precision must be 'bf16' or 'mxfp8' on {arch}: products of 'fp8' are for sm_90a; "
+            "got 'fp8'"
+        )
 
 
 def _moe(

@@ -6,8 +6,11 @@ import torch
 
 from deep_moe.activations import GatedActivation
 from deep_moe.formats.block_scaled import GROUP_SIZE, quantize_e4m3_groups, ue8m0_to_float
+from deep_moe.formats.float_scaled import dequantize_e4m3_float
+from deep_moe.heuristics.products import K_GROUP
 from deep_moe.heuristics.training import ROW_ALIGNMENT, num_padded_rows
 
+from .quantized import QuantizedWeights, parts_of_rows, quantized_rows, quantized_weights
 from .rows import Rows
 from .steps import Biases
 
@@ -56,10 +59,13 @@ class PlainSteps:
         rows: Rows,
         *,
         rounds_to_mxfp8: bool = False,
+        quantizes: bool = False,
     ) -> torch.Tensor:
         wide_gate, wide_up = _with_biases(gate, up, biases, rows)
         activated = activation(wide_gate, wide_up).to(gate.dtype)
         activated = activated.masked_fill((rows.slot_of_row < 0).unsqueeze(1), 0)
+        if quantizes:
+            return quantized_rows(activated)
         return mxfp8_rounded(activated) if rounds_to_mxfp8 else activated
 
     def activate_backward(
@@ -128,6 +134,27 @@ class PlainSteps:
                 value = topk_weights[:, k : k + 1] * value
             total = (total + value).where(is_used, total)
         return total.to(first.dtype) if out is None else out.copy_(total)
+
+    def quantize_rows(self, values: torch.Tensor) -> torch.Tensor:
+        return quantized_rows(values)
+
+    def quantize_weights(self, weights: torch.Tensor) -> QuantizedWeights:
+        return quantized_weights(weights)
+
+    def quantized_product(
+        self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows
+    ) -> torch.Tensor:
+        _num_experts, num_columns, num_values = weights.values.shape
+        values, scales = parts_of_rows(inputs, num_values)
+        wide = dequantize_e4m3_float(values, scales)
+        product = inputs.new_zeros(inputs.shape[0], num_columns)
+        begin = 0
+        for expert, end in enumerate(rows.offs.tolist()):
+            blocks = weights.scales[expert].repeat_interleave(K_GROUP, 0)[:num_columns]
+            matrix = weights.values[expert].float() * blocks.repeat_interleave(K_GROUP, 1)
+            product[begin:end] = (wide[begin:end] @ matrix.t()).to(product.dtype)
+            begin = end
+        return product
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
         rounded = torch.empty_like(weights)

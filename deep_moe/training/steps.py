@@ -14,6 +14,7 @@ import torch
 
 from deep_moe.activations import GatedActivation
 
+from .quantized import QuantizedWeights
 from .rows import Rows
 
 
@@ -49,9 +50,10 @@ class Steps(Protocol):
         rows: Rows,
         *,
         rounds_to_mxfp8: bool = False,
+        quantizes: bool = False,
     ) -> torch.Tensor:
         """[R, I]: activation(gate + bias, up + bias), padding zero. gate and up: [R, I], rows of
-        the same stride."""
+        the same stride. quantizes: as `quantize_rows` makes them."""
         ...
 
     def activate_backward(
@@ -89,6 +91,21 @@ class Steps(Protocol):
         """[tokens, H]: for each token the sum of weight * (first + second + bias) over its used
         slots, in their order. first, second: [R, H]; bias: [experts, H]; out: where to, or None
         for a new tensor."""
+        ...
+
+    def quantize_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """BF16 [R, K] as quantized rows (quantized.py)."""
+        ...
+
+    def quantize_weights(self, weights: torch.Tensor) -> QuantizedWeights:
+        """Of [experts, K, N], contiguous or a transposed view of what is."""
+        ...
+
+    def quantized_product(
+        self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows
+    ) -> torch.Tensor:
+        """Quantized rows times their experts' weights, BF16 [R, N]. Rows behind the last expert's
+        end hold anything."""
         ...
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:

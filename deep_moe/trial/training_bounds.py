@@ -3,9 +3,9 @@ from them rounding can lead.
 
 The formulas are repeated here, slot by slot and without rows, in float64. Each value has a radius:
 how far the layer's own roundings can have moved it, each at its worst and all to the same side.
-These are the roundings to BF16 after each product and each step, to E4M3 in "mxfp8", and to FP32
-within sums. A radius goes through a product by the magnitudes of the other operand. Through an
-activation it goes as an interval, in which the function is evaluated at nine places; so a value
+These are the roundings to BF16 after each product and each step, to E4M3 in "mxfp8" and "fp8", and
+to FP32 within sums. A radius goes through a product by the magnitudes of the other operand. Through
+an activation it goes as an interval, in which the function is evaluated at nine places; so a value
 that may have fallen to the other side of a clamp has both slopes.
 
 A result further away than its radius is wrong. Zero gradients, of unused slots and of experts
@@ -21,6 +21,9 @@ import torch
 
 from deep_moe.activations import GatedActivation
 from deep_moe.formats.block_scaled import GROUP_SIZE, quantize_e4m3_groups, ue8m0_to_float
+from deep_moe.formats.float_scaled import GROUP_SIZE as FP8_GROUP
+from deep_moe.formats.float_scaled import MIN_AMAX, quantize_e4m3_float
+from deep_moe.training.experts import Precision
 
 _HALF_BF16_UNIT = 2.0**-8  # of a number, at most
 _SMALLEST_BF16 = 2.0**-134  # half of it
@@ -87,10 +90,11 @@ class Ball:
 
 @dataclass(frozen=True)
 class Formula:
-    """What a call computes. rounds_rows: rows between ranks are rounded once more."""
+    """What a call computes. precision: as of `deep_moe.moe`. rounds_rows: rows between ranks are
+    rounded once more."""
 
     activation: GatedActivation
-    is_mxfp8: bool
+    precision: Precision
     rounds_rows: bool
 
 
@@ -185,10 +189,15 @@ def _slots_of(
     """Of an expert's slots: rows of the output and of x's gradient, and the gradients of weights
     that they make. x, d_out: [slots, hidden]; weight: [slots]."""
     gate_weights, up_weights, down_weights, inputs = expert.gate, expert.up, expert.down, x
-    if formula.is_mxfp8:
+    if formula.precision == "mxfp8":
         inputs = Ball.exact(_mxfp8(x.center))
         gate_weights, up_weights, down_weights = (
             Ball.exact(_mxfp8(w.center.t()).t()) for w in (expert.gate, expert.up, expert.down)
+        )
+    elif formula.precision == "fp8":
+        inputs = Ball.exact(_fp8(x.center))
+        gate_weights, up_weights, down_weights = (
+            Ball.exact(_fp8_weights(w.center)) for w in (expert.gate, expert.up, expert.down)
         )
     column = Ball(weight.center.unsqueeze(1), weight.radius.unsqueeze(1))
     gate = (inputs @ gate_weights).rounded() + expert.gate_bias
@@ -206,8 +215,10 @@ def _slots_of(
 
     activated = gate_factor * up_factor
     factor = activated.rounded()
-    if formula.is_mxfp8:
+    if formula.precision == "mxfp8":
         factor = _rounded_to_e4m3(factor)
+    elif formula.precision == "fp8":
+        factor = _rounded_to_fp8(factor)
     row = (factor @ down_weights).rounded() + expert.down_bias
     has_bias = bool((expert.down_bias.center != 0).any())
     if formula.rounds_rows and has_bias:
@@ -267,6 +278,30 @@ def _mxfp8(values: torch.Tensor) -> torch.Tensor:
     quantized, scale_bytes = quantize_e4m3_groups(values.float().unflatten(-1, (-1, GROUP_SIZE)))
     scaled = quantized.float().double() * ue8m0_to_float(scale_bytes).unsqueeze(-1)
     return scaled.flatten(-2)
+
+
+def _fp8(values: torch.Tensor) -> torch.Tensor:
+    """[..., K] as E4M3 with a float32 scale for every 128, in float64."""
+    quantized, scales = quantize_e4m3_float(values.float())
+    groups = quantized.double().unflatten(-1, (-1, FP8_GROUP))
+    return (groups * scales.double().unsqueeze(-1)).flatten(-2)
+
+
+def _fp8_weights(weights: torch.Tensor) -> torch.Tensor:
+    """[K, N], multiples of 128, as E4M3 with a float32 scale for every 128 x 128, in float64."""
+    blocks = weights.unflatten(1, (-1, FP8_GROUP)).unflatten(0, (-1, FP8_GROUP)).transpose(1, 2)
+    flat = blocks.float().flatten(2)
+    quantized, scales = quantize_e4m3_float(flat, group_size=FP8_GROUP**2)
+    rounded = quantized.double() * scales.double()
+    return rounded.view(blocks.shape).transpose(1, 2).reshape(weights.shape)
+
+
+def _rounded_to_fp8(ball: Ball) -> Ball:
+    """With a scale that makes the largest of 128 neighbours 448, rounded like the factor."""
+    largest = ball.most.unflatten(-1, (-1, FP8_GROUP)).amax(-1, keepdim=True).clamp(min=MIN_AMAX)
+    smallest = (largest / _E4M3_MAX * _HALF_E4M3_SMALLEST).expand(-1, -1, FP8_GROUP)
+    scales_error = 4 * _HALF_FP32_UNIT
+    return ball.wider(ball.most * (_HALF_E4M3_UNIT + scales_error) + smallest.flatten(-2))
 
 
 def _rounded_to_e4m3(ball: Ball) -> Ball:

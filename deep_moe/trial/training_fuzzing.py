@@ -18,6 +18,8 @@ import torch
 
 from deep_moe.activations import ACTIVATIONS, GatedActivation
 from deep_moe.emulator.machine import SCHEDULES
+from deep_moe.heuristics.products import K_GROUP
+from deep_moe.heuristics.segments import align_up
 from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 from deep_moe.split.kernels import Launch
 from deep_moe.split.throughput import AllToAll
@@ -40,7 +42,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     # Experts of a rank, top-k, hidden, intermediate.
     "shape": ((2, 2, 128, 32), (3, 3, 128, 96), (1, 1, 256, 64), (5, 4, 128, 64)),
     "steps": (None, *ARCHS[:2]),  # PyTorch's, or a target's kernels: other targets have these, too
-    "precision": ("bf16", "mxfp8"),
+    "precision": ("bf16", "mxfp8", "fp8"),
     "w1 and w3": ("apart", "in one"),
     "activation": tuple(
         case
@@ -89,10 +91,25 @@ class TrainingCase:
         ranks = self.values["ranks"]
         return ranks if isinstance(ranks, int) else 1
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Its intermediate size is one that the precision takes."""
+        local_experts, num_topk, hidden, intermediate = self.values["shape"]
+        if self.values["precision"] == "fp8":
+            intermediate = align_up(intermediate, K_GROUP)
+        return local_experts, num_topk, hidden, intermediate
+
+    @property
+    def steps(self) -> str | None:
+        """Products of "fp8" are for SM90."""
+        steps: str | None = self.values["steps"]
+        is_fp8 = self.values["precision"] == "fp8"
+        return "sm_90a" if is_fp8 and steps is not None else steps
+
     @cached_property
     def inputs(self) -> tuple[torch.Tensor, Tensors, torch.Tensor]:
         """topk_idx, tensors and d_out of all ranks together."""
-        local_experts, num_topk, hidden, intermediate = self.values["shape"]
+        local_experts, num_topk, hidden, intermediate = self.shape
         num_experts, num_tokens = local_experts * self.num_ranks, sum(self.num_tokens)
         generator = torch.Generator().manual_seed(self.number)
 
@@ -141,7 +158,7 @@ class TrainingCase:
         topk_idx, tensors, d_out = self.inputs
         formula = Formula(
             self.values["activation"],
-            is_mxfp8=self.values["precision"] == "mxfp8",
+            precision=self.values["precision"],
             rounds_rows=self.values["ranks"] != "one",
         )
         try:
@@ -162,7 +179,7 @@ class TrainingCase:
         """The output and all gradients, ranks put together."""
         if self.values["ranks"] == "one":
             return self._result_of(0, None)
-        local_experts, num_topk, hidden, _ = self.values["shape"]
+        local_experts, num_topk, hidden, _ = self.shape
         num_experts = local_experts * self.num_ranks
         num_slots = self.num_ranks * MAX_TOKENS * num_topk
         group = EmulatedThroughputAllToAll(
@@ -184,7 +201,7 @@ class TrainingCase:
         topk_idx, tensors, d_out = self.inputs
         begin = sum(self.num_tokens[:rank])
         tokens = slice(begin, begin + self.num_tokens[rank])
-        num_local = self.values["shape"][0]
+        num_local = self.shape[0]
         experts = slice(rank * num_local, (rank + 1) * num_local)
         own = {
             name: tensor[experts if name in _WEIGHTS else tokens].clone().requires_grad_()
@@ -208,7 +225,7 @@ class TrainingCase:
             group=group,
             precision=self.values["precision"],
             activation=self.values["activation"],
-            arch=self.values["steps"],
+            arch=self.steps,
             **options,
         )
         gradients = torch.autograd.grad(out, list(own.values()), d_out[tokens])

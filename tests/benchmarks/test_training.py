@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import quack_layer, training
 
-MODEL = training.Model(hidden=64, intermediate=32, num_experts=4, num_topk=2)
+MODEL = training.Model(hidden=128, intermediate=128, num_experts=4, num_topk=2)
 
 
 @pytest.fixture

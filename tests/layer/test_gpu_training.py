@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "biases": {"biases": True, "activation": "swiglu_oai"},
     "one tensor": {"fused": True, "activation": "situ"},
     "mxfp8": {"fused": True, "precision": "mxfp8"},
+    "fp8": {"fused": True, "precision": "fp8", "intermediate": 128},
 }
 
 
@@ -37,9 +38,7 @@ def whole(rank: Rank, most: int, kind: str) -> Layer:
         num_tokens=num_tokens,
         num_topk=NUM_TOPK,
         num_experts=LOCAL_EXPERTS * rank.num_ranks,
-        hidden=HIDDEN,
-        intermediate=INTERMEDIATE,
-        **KINDS[kind],
+        **{"hidden": HIDDEN, "intermediate": INTERMEDIATE, **KINDS[kind]},
     )
     tensors = {
         name: None if t is None else t.detach().to(rank.device).requires_grad_()

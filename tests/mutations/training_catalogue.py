@@ -51,5 +51,10 @@ TRAINING_MUTATIONS = (
     # ---- MXFP8
     M("gathered_as_it_is", removed("gathered_rounded"), "result"),
     M("activated_as_it_is", removed("activated_rounded"), "result"),
+    M("first_groups_scale_is_everyones", replaced("row_scale", "[chunk_idx / chunks_per_scale]", "[0]"), "result|race"),
+    M("scale_of_another_block", replaced("block_scale", "+ k_block_", "+ 0"), "result|race"),
+    M("column_behind_the_last", replaced("column_exists", "< args_.num_columns", "<= args_.num_columns"), "result|misuse|race"),
+    M("maxima_read_early", removed("maxima_stored"), "race|misuse"),
+    M("transposed_too_early", removed("block_transposed"), "race|misuse"),
     M("one_columns_scale", replaced("weight_amax", "pairs[i] & 0x7fff0000u", "low_amax"), "result"),
 )  # fmt: skip

@@ -30,7 +30,8 @@ def random_layer(num_ranks: int, num_tokens: Sequence[int], **kind: Any) -> Laye
     """Of all ranks, two experts each, or four of one; the last one gets no token."""
     num_experts = max(4, 2 * num_ranks)
     sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, "num_topk": NUM_TOPK}
-    return Layer.random(num_tokens=sum(num_tokens), num_experts=num_experts, **sizes, **kind)
+    options = {**sizes, **kind}
+    return Layer.random(num_tokens=sum(num_tokens), num_experts=num_experts, **options)
 
 
 def all_to_all(group: Any, num_experts: int, max_recv_rows: int = 96) -> deep_moe.AllToAll:
@@ -77,9 +78,10 @@ def of_ranks(
     [
         ((5, 2), {"fused": True}),
         ((0, 6), {"fused": True, "precision": "mxfp8"}),
+        ((3, 4), {"fused": True, "precision": "fp8", "intermediate": 128}),
         pytest.param((4, 0, 3), {"fused": True}, marks=pytest.mark.slow),
     ],
-    ids=["uneven", "an empty rank, mxfp8", "three ranks"],
+    ids=["uneven", "an empty rank, mxfp8", "fp8", "three ranks"],
 )
 def test_ranks_have_the_bits_of_one_rank(
     run_ranks: RunRanks, num_tokens: Sequence[int], kind: dict[str, Any]

@@ -70,9 +70,11 @@ def test_ranks_make_what_one_rank_makes(run_ranks: RunRanks, case: str) -> None:
     check_ranks(run_ranks, TOKENS[case], 1e-13, dtype=torch.float64)
 
 
-def test_in_bf16_ranks_round_each_slot(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize(("precision", "size"), [("mxfp8", 32), ("fp8", 128)])
+def test_in_bf16_ranks_round_each_slot(run_ranks: RunRanks, precision: str, size: int) -> None:
     """A row is rounded with its bias before it travels, a gradient once more."""
-    check_ranks(run_ranks, (5, 2), 2 * 2.0**-9, hidden=32, intermediate=32, precision="mxfp8")
+    sizes = {"hidden": size, "intermediate": size}
+    check_ranks(run_ranks, (5, 2), 2 * 2.0**-9, **sizes, precision=precision)
 
 
 def test_the_backward_pass_multiplies_received_tokens(

@@ -16,11 +16,13 @@ from .plain_layer import Layer, assert_close, assert_equal_bits, random_like
 
 pytestmark = pytest.mark.gpu
 BF16_ERROR = 4 * 2.0**-9
+SIZES = {"hidden": 256, "intermediate": 96}
 KINDS: dict[str, dict[str, Any]] = {
     "swiglu": {},
     "biases": {"activation": "swiglu_oai", "biases": True},
     "one tensor": {"activation": "situ", "fused": True},
     "mxfp8": {"precision": "mxfp8", "biases": True},
+    "fp8": {"precision": "fp8", "biases": True, "intermediate": 128},
 }
 
 
@@ -40,9 +42,7 @@ def on_cpu(results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("num_tokens", [1, 7, 300])
 def test_it_is_what_a_cpu_makes(kind: str, num_tokens: int) -> None:
     """Experts without a token among them: the last one's gradients are zero."""
-    layer = Layer.random(
-        num_tokens=num_tokens, num_experts=9, hidden=256, intermediate=96, **KINDS[kind]
-    )
+    layer = Layer.random(num_tokens=num_tokens, num_experts=9, **{**SIZES, **KINDS[kind]})
     d_out = random_like(layer())
     ours = on_cpu(on_gpu(layer).run(d_out.cuda()))
     assert_close(ours, layer.run(d_out), BF16_ERROR)
@@ -52,9 +52,7 @@ def test_it_is_what_a_cpu_makes(kind: str, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_runs_are_bit_equal(kind: str) -> None:
-    layer = on_gpu(
-        Layer.random(num_tokens=2000, num_experts=9, hidden=256, intermediate=96, **KINDS[kind])
-    )
+    layer = on_gpu(Layer.random(num_tokens=2000, num_experts=9, **{**SIZES, **KINDS[kind]}))
     d_out = random_like(layer()).cuda().bfloat16()
     expected = layer.run(d_out)
     for _ in range(5):
@@ -74,7 +72,7 @@ def test_many_slots_are_sorted() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_host_waits(kind: str) -> None:
-    layer = on_gpu(Layer.random(num_tokens=40, hidden=64, intermediate=64, **KINDS[kind]))
+    layer = on_gpu(Layer.random(num_tokens=40, **{**SIZES, **KINDS[kind]}))
     d_out = random_like(layer()).cuda().bfloat16()
     layer.run(d_out)  # compiles
     torch.cuda.set_sync_debug_mode("error")
@@ -86,7 +84,7 @@ def test_no_host_waits(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_graph_sees_other_routing_and_weights(kind: str) -> None:
-    layer = on_gpu(Layer.random(num_tokens=40, hidden=64, intermediate=64, **KINDS[kind]))
+    layer = on_gpu(Layer.random(num_tokens=40, **{**SIZES, **KINDS[kind]}))
     d_out = random_like(layer()).cuda().bfloat16()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -55,9 +55,9 @@ def test_bf16_is_the_plain_formula_but_for_rounding(kind: dict[str, Any]) -> Non
     assert_close(layer.run(), {"out": out.detach(), **expected.gradients(out)}, bound)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8"])
 def test_recomputed_is_bit_equal(precision: str) -> None:
-    layer = Layer.random(hidden=32, intermediate=64, biases=True, precision=precision)
+    layer = Layer.random(hidden=128, intermediate=128, biases=True, precision=precision)
     assert_equal_bits(layer.run(), layer.run(recompute=True))
 
 
@@ -125,9 +125,9 @@ def test_no_tokens(arch: str | None) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8"])
 def test_no_finite_value_stays_in_its_token(value: float, precision: str) -> None:
-    layer = Layer.random(hidden=32, intermediate=32, precision=precision)
+    layer = Layer.random(hidden=128, intermediate=128, precision=precision)
     layer.topk_idx[4, 0] = 1
     clean = layer.run()
     with torch.no_grad():
@@ -203,11 +203,12 @@ def test_gradients_of_views_are_taken() -> None:
 
 
 @pytest.mark.parametrize("arch", [None, "sm_90a"])
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_weights_may_be_stored_by_columns(fused: bool, precision: str, arch: str | None) -> None:
     """As [experts, out, in], of which transposed views are given."""
-    layer = Layer.random(hidden=32, intermediate=64, fused=fused, precision=precision, arch=arch)
+    sizes = {"hidden": 128, "intermediate": 128}
+    layer = Layer.random(**sizes, fused=fused, precision=precision, arch=arch)
     expected = layer.run()
     for name in ("w1", "w3", "w2"):
         weights = layer.tensors[name]

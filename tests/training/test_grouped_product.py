@@ -122,6 +122,15 @@ def test_scales_may_lie_by_column() -> None:
     assert torch.equal(by_columns.run(), by_rows.run())
 
 
+@pytest.mark.parametrize("name", ["uneven, with gaps", "first rows of each expert"])
+def test_rows_may_lie_apart(name: str) -> None:
+    case = CASES[name]
+    wide = torch.zeros(*case.x.shape[:-1], case.x.shape[-1] + 48, dtype=torch.uint8)
+    apart = wide[..., : case.x.shape[-1]].view(torch.float8_e4m3fn)
+    apart.copy_(case.x)
+    assert torch.equal(replace(case, x=apart).run(), case.run())
+
+
 def test_what_is_not_finite_stays_in_its_row() -> None:
     case = CASES["uneven, with gaps"]
     x = case.x.clone()
@@ -146,6 +155,8 @@ def test_a_new_tensor_without_out() -> None:
 
 
 VALID = CASES["first rows of each expert"]
+APART = torch.zeros(3, 140, 264).to(torch.float8_e4m3fn)
+WIDER = torch.zeros(3, 144, 272).to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(
@@ -157,6 +168,9 @@ VALID = CASES["first rows of each expert"]
         ({"begin": VALID.count}, ValueError, r"x must be \[rows, K\] with expert_begin"),
         ({"x": VALID.x[:, ::2]}, ValueError, r"x_sf must have shape \(3, 70, 2\)"),
         ({"x": VALID.x.transpose(1, 2)}, ValueError, r"x must have shape \(3, 256, 256\)"),
+        ({"x": VALID.x.mT.contiguous().mT}, ValueError, "x must have contiguous rows, evenly"),
+        ({"x": APART[:, :140, :256]}, ValueError, "x must have contiguous rows, evenly"),
+        ({"x": WIDER[:, :140, :256]}, ValueError, "x must have contiguous rows, evenly"),
         ({"x_sf": VALID.x_sf.double()}, TypeError, "x_sf must be torch.float32"),
         ({"x_sf": VALID.x_sf[:, :, :1]}, ValueError, r"x_sf must have shape \(3, 140, 2\)"),
         ({"weight": VALID.weight[0]}, ValueError, r"weight must be \[experts, N, K\]"),

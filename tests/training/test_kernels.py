@@ -10,6 +10,7 @@ import torch
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.training.kernel_steps import KernelSteps
 from deep_moe.training.plain_steps import PlainSteps, mxfp8_rounded
+from deep_moe.training.quantized import parts_of_rows
 from deep_moe.training.rows import Rows
 from deep_moe.training.steps import Biases
 
@@ -192,6 +193,69 @@ def test_rounded_weights_are_bit_equal() -> None:
     assert is_nan.sum() == 32
     assert torch.equal(ours.isnan(), is_nan)
     assert torch.equal(bits(ours)[~is_nan], bits(plain)[~is_nan])
+
+
+@pytest.mark.parametrize("num_values", [128, 640])
+def test_quantized_rows_are_bit_equal(num_values: int) -> None:
+    """And gathered ones: padding is zero."""
+    rows = routed()
+    tokens = random(NUM_TOKENS, num_values).bfloat16()
+    tokens[1, 3], tokens[2, 5], tokens[3] = float("nan"), float("inf"), 0
+    tokens[4] *= 2.0**-120
+    ours, plain = KERNELS.quantize_rows(tokens), PLAIN.quantize_rows(tokens)
+    for own, other in zip(
+        quantized_bytes(ours, num_values), quantized_bytes(plain, num_values), strict=True
+    ):
+        assert torch.equal(own, other)
+    gathered = KERNELS.gather(ours, rows)
+    values, scales = parts_of_rows(gathered, num_values)
+    padding = (rows.slot_of_row < 0) & (torch.arange(rows.num_rows) < rows.offs[-1])
+    assert padding.any()
+    assert not values[padding].view(torch.uint8).any()
+    assert not scales[padding].any()
+    first = rows.slot_of_row[0] // NUM_TOPK
+    assert torch.equal(gathered[0].view(torch.int16), ours[first].view(torch.int16))
+
+
+def quantized_bytes(rows: torch.Tensor, num_values: int) -> list[torch.Tensor]:
+    return [part.contiguous().view(torch.uint8) for part in parts_of_rows(rows, num_values)]
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_quantized_weights_are_bit_equal(by_columns: bool) -> None:
+    weights = random(2, 256, 200, scale=3.0).bfloat16()
+    weights[0, :128, :128] = 0
+    weights[1, 200, 150] = float("nan")
+    weights[1, 3, 6] *= 2.0**60
+    if by_columns:
+        weights = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    ours, plain = KERNELS.quantize_weights(weights), PLAIN.quantize_weights(weights)
+    assert torch.equal(bits(ours.scales), bits(plain.scales))
+    assert torch.equal(ours.values.view(torch.uint8), plain.values.view(torch.uint8))
+    assert ours.values.float().isnan().sum() == 128 * 72
+
+
+def test_activation_is_quantized() -> None:
+    """Bit for bit, of what it is in BF16."""
+    rows = routed()
+    gate, up = (random(rows.num_rows, 384, seed=seed).bfloat16() for seed in (0, 1))
+    plain = KERNELS.activate(gate, up, None, Swiglu(), rows)
+    quantized = KERNELS.activate(gate, up, None, Swiglu(), rows, quantizes=True)
+    expected = quantized_bytes(PLAIN.quantize_rows(plain), 384)
+    for own, other in zip(quantized_bytes(quantized, 384), expected, strict=True):
+        assert torch.equal(own[used(rows)], other[used(rows)])
+
+
+@pytest.mark.parametrize("options", [{}, {"biases": True, "fused": True}])
+def test_whole_layers_of_quantized_products(options: dict[str, Any]) -> None:
+    layer = Layer.random(hidden=256, intermediate=128, precision="fp8", **options)
+    assert_close(layer.run(arch="sm_90a"), layer.run(), bound=2.0**-9)
+
+
+def test_quantized_products_of_another_target_are_refused() -> None:
+    layer = Layer.random(hidden=128, intermediate=128, precision="fp8")
+    with pytest.raises(ValueError, match="precision must be 'bf16' or 'mxfp8' on sm_100a"):
+        layer.run(arch="sm_100a")
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 import deep_moe
+from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_float
+from deep_moe.training.experts import Precision
 from deep_moe.training.plain_steps import PlainSteps, mxfp8_rounded
 
 from .plain_layer import Layer, assert_close
@@ -122,15 +124,18 @@ CHANGES: dict[str, Callable[[list[torch.nn.Parameter]], None]] = {
 }
 
 
+@pytest.mark.parametrize(("precision", "size"), [("mxfp8", 32), ("fp8", 128)])
 @pytest.mark.parametrize("arch", [None, "sm_90a"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_mxfp8_is_of_the_weights_as_they_are_now(change: str, arch: str | None) -> None:
-    module = deep_moe.MoELayer(32, 32, 3, precision="mxfp8", arch=arch)
-    layer = Layer.random(num_experts=3, hidden=32, intermediate=32)
+def test_rounded_weights_are_those_of_now(
+    change: str, arch: str | None, precision: Precision, size: int
+) -> None:
+    module = deep_moe.MoELayer(size, size, 3, precision=precision, arch=arch)
+    layer = Layer.random(num_experts=3, hidden=size, intermediate=size)
     x, weights = layer.tensors["x"], layer.tensors["topk_weights"]
     before = module(x, layer.topk_idx, weights).detach()
     CHANGES[change](list(module.parameters()))
-    fresh = deep_moe.MoELayer(32, 32, 3, precision="mxfp8", arch=arch)
+    fresh = deep_moe.MoELayer(size, size, 3, precision=precision, arch=arch)
     with torch.no_grad():
         for own, other in zip(fresh.parameters(), module.parameters(), strict=True):
             own.copy_(other)
@@ -149,20 +154,24 @@ def test_mxfp8_in_a_call_of_other_weights() -> None:
     assert torch.equal(module(*args), own)
 
 
-def test_rounded_weights_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("precision", "step"), [("mxfp8", "round"), ("fp8", "quantize")])
+def test_rounded_weights_are_not_kept(
+    precision: Precision, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One matrix at a time is held twice."""
+    name = f"{step}_weights"
     made: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
-    real = PlainSteps.round_weights
+    real = getattr(PlainSteps, name)
 
-    def noted(self: PlainSteps, weights: torch.Tensor) -> torch.Tensor:
+    def noted(self: PlainSteps, weights: torch.Tensor) -> Any:
         alive.append(sum(ref() is not None for ref in made))
         rounded = real(self, weights)
-        made.append(weakref.ref(rounded))
+        made.append(weakref.ref(getattr(rounded, "values", rounded)))
         return rounded
 
-    monkeypatch.setattr(PlainSteps, "round_weights", noted)
-    Layer.random(hidden=32, intermediate=32, precision="mxfp8").run()
+    monkeypatch.setattr(PlainSteps, name, noted)
+    Layer.random(hidden=128, intermediate=128, precision=precision).run()
     assert alive == [0, 0, 0]
     assert all(ref() is None for ref in made)
 
@@ -210,22 +219,48 @@ def test_a_saved_layer_is_given_a_group_again(group: dist.ProcessGroup) -> None:
     assert torch.load(file, weights_only=False).group is None
 
 
-def test_mxfp8_multiplies_what_it_holds() -> None:
+def fp8_rounded(values: torch.Tensor) -> torch.Tensor:
+    return dequantize_e4m3_float(*quantize_e4m3_float(values), torch.float64)
+
+
+def fp8_rounded_weights(weights: torch.Tensor) -> torch.Tensor:
+    """Of one block for each expert."""
+    blocks = weights.reshape(len(weights), 128 * 128)
+    return dequantize_e4m3_float(
+        *quantize_e4m3_float(blocks, whole_tokens=True), torch.float64
+    ).view(weights.shape)
+
+
+@pytest.mark.parametrize(
+    ("precision", "size", "round_weights", "round_tokens"),
+    [
+        ("mxfp8", 32, PlainSteps().round_weights, mxfp8_rounded),
+        ("fp8", 128, fp8_rounded_weights, fp8_rounded),
+    ],
+)
+def test_rounded_values_are_multiplied(
+    precision: Precision,
+    size: int,
+    round_weights: Callable[[torch.Tensor], torch.Tensor],
+    round_tokens: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     """The forward pass is that of rounded tokens and weights, up to the activation's rounding; the
     gradients are those of the weights as they are."""
-    layer = Layer.random(hidden=32, intermediate=32, num_tokens=30)
-    mxfp8, bf16 = layer.run(precision="mxfp8"), layer.run()
-    assert not torch.equal(mxfp8["out"], bf16["out"])
+    layer = Layer.random(hidden=size, intermediate=size, num_tokens=30)
+    quantized, bf16 = layer.run(precision=precision), layer.run()
+    assert not torch.equal(quantized["out"], bf16["out"])
     # E4M3 rounds by up to 2^-4 of a value, 2^-5 / sqrt(3) on average; twice per product.
-    error = (mxfp8["out"].float() - bf16["out"].float()).norm() / bf16["out"].float().norm()
+    error = (quantized["out"].float() - bf16["out"].float()).norm() / bf16["out"].float().norm()
     assert 0.01 < error < 0.1
     rounded = layer.double()
     for name in ("w1", "w3", "w2"):
         weights = layer.tensors[name]
         assert weights is not None
-        rounded.tensors[name] = PlainSteps().round_weights(weights.detach()).double()
-    rounded.tensors["x"] = mxfp8_rounded(layer.tensors["x"].detach()).double()  # type: ignore[union-attr]
+        rounded.tensors[name] = round_weights(weights.detach()).double()
+    tokens = layer.tensors["x"]
+    assert tokens is not None
+    rounded.tensors["x"] = round_tokens(tokens.detach()).double()
     # What is left is the activation's rounding: one of the four.
     exact = rounded.plain()
-    left = (mxfp8["out"].double() - exact).norm() / exact.norm()
+    left = (quantized["out"].double() - exact).norm() / exact.norm()
     assert left < error / 1.5

@@ -29,9 +29,9 @@ def test_fakes_agree_with_what_runs(recompute: bool, fused: bool) -> None:
     torch.library.opcheck(moe_op, arguments(layer, recompute), test_utils=tests)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8"])
 def test_compiled_without_a_break(precision: str) -> None:
-    layer = Layer.random(hidden=32, intermediate=32, biases=True, precision=precision)
+    layer = Layer.random(hidden=128, intermediate=128, biases=True, precision=precision)
     names = list(layer.tensors)
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -14,6 +14,8 @@ from deep_moe.heuristics.training import (
     CountSlotsConfig,
     GatherRowsConfig,
     PlaceSlotsConfig,
+    QuantizeRowsConfig,
+    QuantizeWeightsConfig,
     RoundWeightsConfig,
     ScanCountsConfig,
     ScatterRowsConfig,
@@ -38,10 +40,14 @@ def configs(arch: str) -> list[TrainingConfig]:
                 ActivateRowsConfig(
                     applied=activation, has_biases=True, rounds_to_mxfp8=True, arch=arch
                 ),
+                ActivateRowsConfig(applied=activation, has_biases=True, quantizes=True, arch=arch),
                 ActivateRowsBackwardConfig(applied=activation, has_biases=True, arch=arch),
             )
         ),
         ScatterRowsConfig(num_sources=2, has_biases=True, arch=arch),
+        QuantizeRowsConfig(arch=arch),
+        QuantizeWeightsConfig(is_by_columns=False, arch=arch),
+        QuantizeWeightsConfig(is_by_columns=True, arch=arch),
         RoundWeightsConfig(arch=arch),
     ]
 

@@ -51,7 +51,7 @@ def with_values(**wanted: Any) -> TrainingCase:
 PLAIN = {"ranks": "one", "steps": None, "tokens": "any", "gates": "numbers", "slots": "all"}
 
 
-@pytest.mark.parametrize(("precision", "factor"), [("bf16", 1.25), ("mxfp8", -1.0)])
+@pytest.mark.parametrize(("precision", "factor"), [("bf16", 1.25), ("mxfp8", -1.0), ("fp8", -1.0)])
 @pytest.mark.parametrize("name", ["out", "x", "topk_weights", "w1", "w2"])
 def test_one_wrong_value_is_seen(
     name: str, precision: str, factor: float, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,6 @@
 // Linear2's input: the activation of Linear1's two outputs in FP32, with biases added first.
-// Padding rows are zero. With `rounds_to_mxfp8` the values are rounded as MXFP8 holds them.
+// Padding rows are zero. With `rounds_to_mxfp8` the values are rounded as MXFP8 holds them. With
+// `quantizes` they are E4M3 with a float32 scale for every 128.
 //
 // Grid: a warp per row.
 #pragma once
@@ -9,6 +10,7 @@
 #include "deep_moe/training/chunk_values.cuh"
 #include "deep_moe/training/expert_rows.cuh"
 #include "deep_moe/training/mxfp8_rounding.cuh"
+#include "deep_moe/training/quantized_rows.cuh"
 
 namespace deep_moe {
 
@@ -25,7 +27,10 @@ __device__ __forceinline__ void activate_rows(const ActivateRowsArgs& args) {
     const uint64_t input = uint64_t{row} * args.stride_chunks;
     const uint4* const gate_row = static_cast<const uint4*>(args.gate) + input;
     const uint4* const up_row = static_cast<const uint4*>(args.up) + input;
-    uint4* const activated = static_cast<uint4*>(args.activated) + uint64_t{row} * args.num_chunks;
+    uint8_t* const activated =
+        static_cast<uint8_t*>(args.activated) +
+        uint64_t{row} * (Config::quantizes ? quantized_row_bytes(args.num_chunks)
+                                           : args.num_chunks * sizeof(uint4));
     for (uint32_t first = 0; first < args.num_chunks; first += warp_size) {
         const uint32_t chunk_idx = first + ptx::lane_idx();
         const bool is_valid = chunk_idx < args.num_chunks;
@@ -44,7 +49,11 @@ __device__ __forceinline__ void activate_rows(const ActivateRowsArgs& args) {
             chunk = gate.chunk();
         }
         if constexpr (Config::rounds_to_mxfp8) chunk = mxfp8_rounded(chunk);  //~ activated_rounded
-        if (is_valid) activated[chunk_idx] = chunk;
+        if constexpr (Config::quantizes) {
+            store_quantized(activated, args.num_chunks, chunk_idx, chunk);
+        } else if (is_valid) {
+            reinterpret_cast<uint4*>(activated)[chunk_idx] = chunk;
+        }
     }
 }
 

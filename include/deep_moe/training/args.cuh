@@ -49,7 +49,7 @@ struct ActivateRowsArgs {
     const void* up;          // bf16 [num_rows][...]
     const float* gate_bias;  // [num_experts][num_chunks * 8], or null
     const float* up_bias;    // [num_experts][num_chunks * 8], or null
-    void* activated;         // bf16 [num_rows][num_chunks * 8]
+    void* activated;         // bf16 [num_rows][num_chunks * 8], or quantized rows
     uint32_t num_chunks;     // of 8 values of the intermediate size
     uint32_t stride_chunks;  // from a row of gate, and of up, to the next
 };
@@ -86,6 +86,21 @@ struct ScatterRowsArgs {
     uint32_t num_tokens;
     uint32_t num_topk;
     uint32_t num_chunks;
+};
+
+struct QuantizeRowsArgs {
+    const void* values;  // bf16 [num_rows][num_chunks * 8]
+    void* quantized;     // as training/quantized_rows.cuh has them
+    uint32_t num_rows;
+    uint32_t num_chunks;  // a multiple of 16
+};
+
+struct QuantizeWeightsArgs {
+    const void* weights;   // bf16 [experts][num_values][num_columns], or by columns
+    void* quantized;       // E4M3 [experts][num_columns][num_values]
+    float* scales;         // [experts][ceil(num_columns / 128)][num_values / 128]
+    uint32_t num_values;   // along K, a multiple of 128
+    uint32_t num_columns;  // a multiple of 8
 };
 
 struct RoundWeightsArgs {

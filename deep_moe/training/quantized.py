@@ -1,0 +1,71 @@
+"""Rows and weights as E4M3 with float32 scales: a scale for 128 values of a row, and for 128 x 128
+of a matrix.
+
+A quantized row is one row of BF16 that stands for bytes: its values, its scales, and what is left
+of 16 bytes. So whatever moves rows moves these as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from deep_moe.formats.float_scaled import quantize_e4m3_float
+from deep_moe.heuristics.products import K_GROUP
+from deep_moe.heuristics.segments import align_up
+
+_BF16_BYTES, _SCALE_BYTES, _ROW_ALIGNMENT = 2, 4, 16
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """values: float8_e4m3fn [experts, N, K]. scales: float32 [experts, ceil(N/128), K/128]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+def quantized_width(num_values: int) -> int:
+    """BF16 values that a quantized row takes the place of.
+
+    >>> quantized_width(256)  # 256 bytes of values, 8 of scales, 8 without meaning
+    136
+    """
+    scale_bytes = align_up(num_values // K_GROUP * _SCALE_BYTES, _ROW_ALIGNMENT)
+    return (num_values + scale_bytes) // _BF16_BYTES
+
+
+def parts_of_rows(rows: torch.Tensor, num_values: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of quantized rows: float8_e4m3fn [R, num_values] and float32 [R, num_values / 128]."""
+    rows_bytes = rows.view(torch.uint8)
+    end = num_values + num_values // K_GROUP * _SCALE_BYTES
+    values = rows_bytes[:, :num_values].view(torch.float8_e4m3fn)
+    return values, rows_bytes[:, num_values:end].view(torch.float32)
+
+
+def quantized_rows(values: torch.Tensor) -> torch.Tensor:
+    """BF16 [R, K], quantized in PyTorch."""
+    rows = values.new_zeros(values.shape[0], quantized_width(values.shape[1]))
+    for part, quantized in zip(
+        parts_of_rows(rows, values.shape[1]), quantize_e4m3_float(values), strict=True
+    ):
+        part.copy_(quantized)
+    return rows
+
+
+def quantized_weights(weights: torch.Tensor) -> QuantizedWeights:
+    """BF16 [experts, K, N], quantized in PyTorch, one expert at a time: each is widened."""
+    num_experts, num_values, num_columns = weights.shape
+    num_k_blocks, num_n_blocks = num_values // K_GROUP, -(-num_columns // K_GROUP)
+    values = weights.new_empty(num_experts, num_columns, num_values, dtype=torch.float8_e4m3fn)
+    scales = weights.new_empty(num_experts, num_n_blocks, num_k_blocks, dtype=torch.float32)
+    padding = (0, 0, 0, num_n_blocks * K_GROUP - num_columns)
+    for expert, matrix in enumerate(weights):
+        padded = torch.nn.functional.pad(matrix.t(), padding)
+        blocks = padded.unflatten(1, (-1, K_GROUP)).unflatten(0, (-1, K_GROUP)).transpose(1, 2)
+        flat, scale = quantize_e4m3_float(blocks.flatten(2), group_size=K_GROUP * K_GROUP)
+        whole = flat.view(blocks.shape).transpose(1, 2).reshape(padded.shape)
+        values[expert] = whole[:num_columns]
+        scales[expert] = scale.squeeze(2)
+    return QuantizedWeights(values, scales)

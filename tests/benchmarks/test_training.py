@@ -115,7 +115,7 @@ def test_weights_are_stored_as_the_library_wants_them() -> None:
 
 def test_products_are_counted_for_both_passes(case: training.Case) -> None:
     """Six products, each over gate and up, or half as large over down."""
-    forward = 2 * 48 * 64 * (2 * 32) + 2 * 48 * 32 * 64
+    forward = 2 * 48 * 128 * (2 * 128) + 2 * 48 * 128 * 128
     assert case.flop == 3 * forward
 
 

@@ -332,14 +332,14 @@ class Layer(ABC):
         headers = self._headers(whole)
         form = form_like(headers, type(self.form))
         own = None if form is None else self._form_of(form, whole)[0]
-        if own != self.form:
+        if form is None or own != self.form:
             got = "something else" if own is None else own.weights
             scales = ", with other scales" if got == self.form.weights else ""
             raise CheckpointError(
                 f"{names[0]} must be of the format of the layer's routed experts, "
                 f"{self.form.weights}; it is {got}{scales}: {beside}"
             )
-        num_rows, width = next(iter(headers["weight"].shape), 0), self.sizes[0]
+        num_rows, width = self._form_of(form, whole)[1][0], self.sizes[0]
         if num_rows != count * width:
             raise CheckpointError(
                 f"{names[0]} must have {count} x {width} rows for num_shared_experts {count} of "

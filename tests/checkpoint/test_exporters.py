@@ -21,13 +21,16 @@ from deep_moe.weights.layers import ExpertWeights, one_expert
 
 from .written import (
     Written,
+    columns_first,
     compressed,
     fp8_blocks,
     fp8_whole,
     int4,
     modelopt,
+    mxfp4,
     mxfp8,
     nvfp4,
+    quark,
 )
 
 NUM_EXPERTS, HIDDEN, INTERMEDIATE, LAYER = 3, 256, 128, 2
@@ -45,6 +48,16 @@ def per_row(rows: int, columns: int, dtype: torch.dtype = torch.float32, dims: i
     if dims == 1:
         return fp8_whole(rows, columns, (rows,), modelopt("FP8_PER_CHANNEL_PER_TOKEN"), dtype)
     return fp8_whole(rows, columns, (rows, 1), compressed(**FLOAT8, strategy="channel"), dtype)
+
+
+def quark_mxfp4(rows: int, columns: int) -> Written:
+    args = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+    return quark(mxfp4(rows, columns), **args)
+
+
+def quark_fp8(rows: int, columns: int) -> Written:
+    written = fp8_whole(rows, columns, (), {})
+    return quark(written, dtype="fp8_e4m3", qscheme="per_tensor", group_size=None)
 
 
 # Formats, and who writes them.
@@ -78,6 +91,12 @@ CASES: dict[str, tuple[str, Callable[[int, int], Written]]] = {
     "fp8 per matrix modelopt": ("fp8", partial(fp8_whole, shape=(), config=modelopt("FP8"))),
     "fp8 blocks modelopt": ("fp8", partial(fp8_blocks, is_modelopt=True)),
     "fp8 blocks compressed-tensors": ("fp8", partial(fp8_blocks, is_modelopt=False)),
+    "gptq": ("int4", partial(columns_first, is_awq=False, has_order=True)),
+    "gptq without order": ("int4", partial(columns_first, is_awq=False)),
+    "awq": ("int4", partial(columns_first, is_awq=True)),
+    "mxfp4 compressed-tensors": ("mxfp4", partial(mxfp4, suffix=".weight_packed")),
+    "mxfp4 quark": ("mxfp4", quark_mxfp4),
+    "fp8 per matrix quark": ("fp8", quark_fp8),
 }
 with_all = pytest.mark.parametrize("case", CASES)
 
@@ -114,7 +133,8 @@ def change(folder: Path, name: str, by: Callable[[torch.Tensor], torch.Tensor] |
 
 
 def check(loaded: ExpertWeights, parts: Parts, experts: list[int], weights: str) -> None:
-    """Scales of matrices are rounded once where they were divisors."""
+    """Scales of matrices are rounded once where they were divisors, and those of GPTQ and AWQ from
+    float16 to BF16."""
     source = weight_format(weights)
     for local, expert in enumerate(experts):
         l1 = torch.cat([parts[expert, "gate"].values, parts[expert, "up"].values])
@@ -123,8 +143,9 @@ def check(loaded: ExpertWeights, parts: Parts, experts: list[int], weights: str)
             (loaded.l2, parts[expert, "down"].values, 1),
         ):
             found = source.dequantize(one_expert(layer, local), num_matrices)
-            is_divided = ".weight_global_scale" in parts[expert, "up"].tensors
-            tolerance = 2.0**-24 if is_divided else 0
+            tensors = parts[expert, "up"].tensors
+            tolerance = 2.0**-24 if ".weight_global_scale" in tensors else 0
+            tolerance = 2.0**-8 if ".qweight" in tensors else tolerance
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
 
 
@@ -178,15 +199,16 @@ def test_shared_experts(tmp_path: Path, case: str) -> None:
     for i in range(2):
         l1 = source.dequantize(one_expert(loaded.l1, 1 + i), 2)
         expected = torch.cat([values["gate"][i], values["up"][i]])
-        torch.testing.assert_close(l1, expected, rtol=2.0**-24, atol=0)
+        tolerance = 2.0**-8 if case.startswith(("gptq", "awq")) else 2.0**-24
+        torch.testing.assert_close(l1, expected, rtol=tolerance, atol=0)
         l2 = source.dequantize(one_expert(loaded.l2, 1 + i), 1)
-        torch.testing.assert_close(l2, values["down"][i], rtol=2.0**-24, atol=0)
+        torch.testing.assert_close(l2, values["down"][i], rtol=tolerance, atol=0)
 
 
 @with_all
 def test_each_tensor_is_needed(tmp_path: Path, case: str) -> None:
     parts = write(tmp_path, case)
-    optional = (".input_scale", ".input_global_scale", ".weight_shape")
+    optional = (".input_scale", ".input_global_scale", ".weight_shape", ".g_idx")
     for suffix in parts[1, "up"].tensors:
         name = NAME.format(expert=1, part="up") + suffix
         write(tmp_path, case)
@@ -237,6 +259,12 @@ def poisoned(byte: int) -> Callable[[torch.Tensor], torch.Tensor]:
         ("fp8 per row", ".weight_scale", torch.neg, "must hold positive numbers; got -.* in row 0"),
         ("fp8 per row", ".weight_scale", lambda t: t[:1].clone(), r"shape \(128,\) .*got \(1,\)"),
         ("fp8 per matrix", ".weight_scale", lambda t: t * 0, "must hold positive numbers; got 0.0"),
+        ("gptq", ".qzeros", lambda t: t + 1, "zero points of 7 alone, .* got 8"),
+        ("gptq", ".g_idx", lambda t: t.flip(0), r"columns .* \(desc_act\) is not taken"),
+        ("gptq", ".scales", lambda t: t * torch.inf, "must hold numbers; got inf in row 0"),
+        ("gptq", ".scales", lambda t: t.repeat(2, 1), r"must have shape \(128, 2\)"),
+        ("awq", ".qzeros", lambda t: t * 0, "zero points of 8 alone, .* got 0"),
+        ("awq", ".qzeros", lambda t: t[:1].clone(), r"must have shape \(16, 2\)"),
     ],
 )
 def test_what_stands_for_no_number(

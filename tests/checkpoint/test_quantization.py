@@ -248,6 +248,44 @@ class TestModelOpt:
             assert (found and found.weights) == expected
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
+
+
+def quark(**weight: Any) -> dict[str, Any]:
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (GPTQ | {"bits": 8}, "bits 8, group_size 128: integers must have 4 bits"),
+        (GPTQ | {"sym": False}, "must be symmetric, without zero points"),
+        (GPTQ | {"desc_act": True}, "columns must be in their order, desc_act false"),
+        (GPTQ | {"checkpoint_format": "gptq_v2"}, "must be gptq; got gptq_v2"),
+        (GPTQ | {"dynamic": {".*experts.*": {"sym": False}}}, "without zero points"),
+        (AWQ | {"zero_point": True}, "must be symmetric, without zero points"),
+        (AWQ | {"version": "GEMV"}, "version must be gemm; got gemv"),
+        (AUTO_ROUND | {"packing_format": "a:awq", "sym": False}, "without zero points"),
+        (quark(dtype="int4", qscheme="per_group"), "weights of this kind are not taken"),
+        (
+            quark(dtype="fp4", qscheme="per_group", scale_format="e4m3"),
+            "weights of this kind are not taken",
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "fp4"}]}},
+            "must be described by one object",
+        ),
+    ],
+)
+def test_refusals_of_other_methods(tmp_path: Path, config: Any, words: str) -> None:
+    found = declared(tmp_path, {"quantization_config": config})
+    assert found is not None
+    with pytest.raises(CheckpointError, match=rf"^a: .*quantization_config.*{words}$"):
+        found.refuse("a")
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -258,6 +296,26 @@ class TestModelOpt:
         ({"quant_method": "w4afp8"}, ("int4",)),
         ({"quant_method": "mxfp4"}, None),
         ({"quant_method": "of somebody"}, None),
+        (GPTQ, ("int4",)),
+        (GPTQ | {"dynamic": {r"-:.*layers\.12\..*": {}}}, None),
+        (GPTQ | {"bits": 8, "dynamic": {r"+:.*layers\.12\..*": {"bits": 4}}}, ("int4",)),
+        (AWQ, ("int4",)),
+        (AWQ | {"modules_to_not_convert": ["model.layers.12"]}, None),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, ("int4",)),
+        (AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, ("int4",)),
+        (AUTO_ROUND, None),
+        (quark(dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"), ("mxfp4",)),
+        (quark(dtype="fp8_e4m3", qscheme="per_channel"), ("fp8",)),
+        (quark(dtype="fp8_e4m3", qscheme="per_tensor") | {"exclude": ["*experts*"]}, None),
+        (
+            quark(dtype="int8", qscheme="per_tensor")
+            | {
+                "layer_quant_config": {
+                    "*experts*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
+                }
+            },
+            ("fp8",),
+        ),
     ],
 )
 def test_other_methods(tmp_path: Path, config: Any, expected: Any) -> None:
@@ -279,6 +337,8 @@ def test_other_methods(tmp_path: Path, config: Any, expected: Any) -> None:
             r"must have a number as group_size; got \[16\]",
         ),
         ({"quant_method": "w4afp8", "group_size": "-1"}, "must have a number as group_size"),
+        (GPTQ | {"dynamic": [1]}, "must have an object of objects as dynamic"),
+        (quark() | {"layer_quant_config": [1]}, "must have an object as layer_quant_config"),
         ({"quant_method": "modelopt", "quantized_layers": []}, None),
         (
             {"quant_method": "modelopt", "quantized_layers": [1]},

@@ -83,6 +83,56 @@ def int4(rows: int, columns: int, group_size: int, *, is_twos_complement: bool) 
     return Written(tensors, values, compressed(**args, symmetric=True, actorder=None))
 
 
+def packed_words(codes: torch.Tensor) -> torch.Tensor:
+    """Eight along the last axis in each int32, the first in the lowest bits."""
+    words = torch.zeros_like(codes[..., ::8], dtype=torch.int64)
+    for place in range(8):
+        words |= codes[..., place::8].long() << (4 * place)
+    return words.int()
+
+
+def columns_first(rows: int, columns: int, *, is_awq: bool, has_order: bool = False) -> Written:
+    """INT4 of GPTQ or AWQ, groups of 128. has_order: with the groups of columns."""
+    numbers = torch.randint(-8, 8, (rows, columns))
+    scales = (torch.rand(rows, columns // 128) * 0.1 + 1e-3).half()
+    values = numbers.double() * grouped(scales.double(), 128)
+    codes = numbers + 8
+    if is_awq:
+        order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+        qweight = packed_words(codes.t().unflatten(1, (-1, 8))[..., order].flatten(1))
+    else:
+        qweight = packed_words(codes).t()
+    zeros = torch.full((columns // 128, rows), 8 if is_awq else 7)
+    tensors = {".qweight": qweight, ".qzeros": packed_words(zeros), ".scales": scales.t()}
+    if has_order:
+        tensors[".g_idx"] = torch.arange(columns, dtype=torch.int32) // 128
+    config: dict[str, Any] = {"bits": 4, "group_size": 128}
+    if is_awq:
+        config |= {"quant_method": "awq", "version": "gemm", "zero_point": False}
+    else:
+        config |= {"quant_method": "gptq", "sym": True, "desc_act": False}
+    return Written(tensors, values, config)
+
+
+def quark(written: Written, **weight: Any) -> Written:
+    """The same tensors with a config of AMD Quark."""
+    config = {
+        "quant_method": "quark",
+        "global_quant_config": {"weight": {"is_dynamic": False, **weight}, "bias": None},
+        "layer_quant_config": {"*self_attn*": {"weight": {"dtype": "int8"}}},
+        "exclude": ["lm_head", "re:.*mlp.gate"],
+    }
+    return written._replace(config=config)
+
+
+def mxfp4(rows: int, columns: int, suffix: str = ".weight") -> Written:
+    codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
+    scales = torch.randint(115, 125, (rows, columns // 32), dtype=torch.uint8)
+    values = E2M1.double()[codes.long()] * grouped(torch.exp2(scales.double() - 127), 32)
+    args = {"num_bits": 4, "type": "float", "group_size": 32}
+    return Written({suffix: packed(codes), ".weight_scale": scales}, values, compressed(**args))
+
+
 def e4m3(rows: int, columns: int) -> torch.Tensor:
     return (torch.randn(rows, columns) * 50).to(torch.float8_e4m3fn)
 

@@ -65,10 +65,5 @@ def _of_method(source: str, part: dict[str, Any]) -> Quantization | None:
     if name in modelopt.METHODS:
         own = part.get("quantization")
         return ModelOpt(source, own if isinstance(own, dict) else part)
-    if name == "mxfp8":
-        return other_methods.mxfp8(source, part)
-    if name == "w4afp8":
-        return other_methods.w4afp8(source, part)
-    if name == "fp8":
-        return other_methods.fp8(source, part)
-    return None
+    other = other_methods.METHODS.get(name)
+    return None if other is None else other(source, part)

@@ -1,5 +1,6 @@
-"""INT4 weights in checkpoints: of compressed-tensors, whose codes are values + 8, and of the method
-"w4afp8", whose are two's complement. Their names and types tell them apart."""
+"""INT4 weights in checkpoints: of compressed-tensors, whose codes are values + 8, of the method
+"w4afp8", whose are two's complement, and of GPTQ and AWQ, which store columns before rows. Their
+names, types and shapes tell them apart."""
 
 from __future__ import annotations
 
@@ -17,6 +18,11 @@ from ..stored_form import Expected, StoredForm, Suffixes, Tensors
 GROUP_SIZES = (32, 128)  # values along K that share a scale
 
 _SHAPE = ".weight_shape"
+_ORDER = ".g_idx"
+
+_CODES = 8  # of four bits in an int32
+# Which of eight rows each four bits of an int32 of AWQ hold, from the lowest.
+_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
@@ -152,4 +158,99 @@ class StoredTwosComplement(StoredInt4):
         """Nothing to compare."""
 
 
-FORMS = (StoredInt4, StoredTwosComplement)
+@dataclass(frozen=True)
+class StoredGptq(StoredInt4):
+    """int32 [K/8, rows], eight codes of a row in each, and scales [K/g, rows]. Zero points [K/g,
+    rows/8] must be those of codes of values + 8, of which GPTQ's first version stores 7. Scales are
+    rounded to BF16, as engines round them beside BF16 tokens."""
+
+    dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
+        "weight": (torch.int32,),
+        "scale": (torch.float16, torch.bfloat16),
+        "zeros": (torch.int32,),
+    }
+    spellings: ClassVar[tuple[Suffixes, ...]] = (
+        {"weight": ".qweight", "scale": ".scales", "zeros": ".qzeros"},
+    )
+    zero: ClassVar[int] = 7  # as it is stored
+
+    @classmethod
+    def plain(cls, tensors: Tensors) -> Tensors:
+        """Rows before columns."""
+        if any(tensor.dim() != 2 for tensor in tensors.values()):
+            return tensors
+        return {key: tensor.t() for key, tensor in tensors.items()}
+
+    @classmethod
+    def is_like(cls, tensors: Tensors) -> bool:
+        return tensors["weight"].shape[:1] == tensors["scale"].shape[:1]
+
+    @classmethod
+    def holds(cls, layer: LayerWeights) -> bool:
+        """Weights are saved as compressed-tensors has them."""
+        return False
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        return (_ORDER,)
+
+    def check_beside(
+        self, suffix: str, name: str, tensor: torch.Tensor, num_rows: int, num_columns: int
+    ) -> None:
+        """Columns must be in their order."""
+        groups = torch.arange(num_columns, dtype=tensor.dtype) // self.group_size
+        if not torch.equal(tensor, groups):
+            raise CheckpointError(
+                f"{name} must count the groups of {self.group_size} columns up; another order of "
+                "columns (desc_act) is not taken"
+            )
+
+    def expected(self, num_rows: int, num_columns: int) -> dict[str, Expected]:
+        groups = -(-num_columns // self.group_size)
+        words = f"float16 or bfloat16, one scale per {self.group_size} values"
+        return {
+            **super().expected(num_rows, num_columns),
+            "scale": Expected(self.dtypes["scale"], (num_rows, groups), words),
+            "zeros": Expected(
+                self.dtypes["zeros"], (num_rows // _CODES, groups), "int32, eight zero points each"
+            ),
+        }
+
+    def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
+        symmetric = int.from_bytes(bytes([17 * self.zero]) * 4, "little", signed=True)
+        wrong = tensors["zeros"][tensors["zeros"] != symmetric]
+        if wrong.numel():
+            found = {int(wrong[0]) >> 4 * place & 15 for place in range(_CODES)} - {self.zero}
+            raise CheckpointError(
+                f"{names['zeros']} must hold zero points of {self.zero} alone, those of symmetric "
+                f"codes; got {', '.join(map(str, sorted(found)))}"
+            )
+        super().put(names, {**tensors, "scale": tensors["scale"].bfloat16()}, matrix)
+
+
+@dataclass(frozen=True)
+class StoredAwq(StoredGptq):
+    """int32 [K, rows/8], the codes of eight rows in each, those of even rows first. Zero points are
+    stored as they are."""
+
+    zero: ClassVar[int] = 8
+
+    @classmethod
+    def plain(cls, tensors: Tensors) -> Tensors:
+        """Rows before columns, eight codes of a row in each int32."""
+        plain = super().plain(tensors)
+        weight = tensors["weight"]
+        if plain is tensors or weight.shape[0] % _CODES:
+            return plain
+        shifts = torch.tensor(_AWQ_ROWS, device=weight.device).argsort() * 4
+        codes = (weight.unsqueeze(2) >> shifts & 15).flatten(1)  # [K, rows]
+        places = torch.arange(_CODES, device=weight.device) * 4
+        words = (codes.t().unflatten(1, (-1, _CODES)).long() << places).sum(dim=2)
+        return {**plain, "weight": words.int()}
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        return ()
+
+
+FORMS = (StoredInt4, StoredTwosComplement, StoredGptq, StoredAwq)

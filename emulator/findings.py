@@ -54,6 +54,7 @@ class Finding:
             there is none.
         involved: the instructions in the order in which they came; of a race the two accesses. What
             caught it is the last one, and `file`, `line` and `role` are its own.
+        same_value: it is a race of two writes, and the second one changed nothing.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Finding:
     space: str
     address: int | None
     involved: tuple[Involved, ...]
+    same_value: bool = False
 
     @property
     def file(self) -> str:
@@ -105,4 +107,5 @@ def decode_finding(text: str) -> Finding:
         fields["space"],
         fields["address"] if has_address else None,
         tuple(involved),
+        fields["same_value"],
     )

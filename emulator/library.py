@@ -212,6 +212,7 @@ def load() -> ctypes.CDLL:
             integer,
             [handle, u32, text, u32, u32_out, u32_out, ctypes.POINTER(integer)],
         ),
+        "dm_variable": (integer, [handle, u32, u32, text, u64_out, u64_out]),
         "dm_launch": (
             integer,
             [handle, u32, text, u32, three, three, three, u32, text, u64, integer, u32],

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from .chips import CHIPS, Chip
 from .errors import BY_KIND, EmulatorError, LaunchError
@@ -20,6 +20,9 @@ from .findings import Finding, decode_finding
 from .launch_times import KINDS, LaunchTime, WarpWait, decode_launch_times
 from .library import interruptible_run, load
 from .usage import GpuUsage, decode_usage
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Size = tuple[int, int, int]
 # What an argument of the library may be; whether a launch fits a GPU is looked at there.
@@ -196,6 +199,8 @@ class Machine:
         self._library.dm_leave_out_products(self._handle, not products)
         self.chip = chip
         self._checks = checks
+        # By rank and address: what `add_array` was given, which must not go before its region.
+        self._arrays: dict[tuple[int, int], Any] = {}
         if chip is not None:
             text = chip.as_text().encode()
             self._check(self._library.dm_set_clock(self._handle, text, keep_waits))
@@ -245,8 +250,8 @@ class Machine:
             self._library.dm_set_home(self._handle, rank, address, home)
 
     def add_array(self, array: Any, name: str, *, rank: int = 0, writable: bool = True) -> None:
-        """The same for the memory of a NumPy array or a CPU tensor. A peer's memory that a rank
-        reaches through pointers is added to that rank, too.
+        """The same for the memory of a NumPy array or a CPU tensor, which the machine keeps alive.
+        A peer's memory that a rank reaches through pointers is added to that rank, too.
 
         Args:
             array: a contiguous NumPy array or CPU tensor.
@@ -258,7 +263,9 @@ class Machine:
         num_bytes = array.nbytes
         if not array.flags.c_contiguous if hasattr(array, "flags") else not array.is_contiguous():
             raise ValueError(f"{name}: only contiguous arrays can be added")
-        self.add_memory(rank, _address_of(array), num_bytes, name, writable=writable)
+        address = _address_of(array)
+        self.add_memory(rank, address, num_bytes, name, writable=writable)
+        self._arrays[rank, address] = array
 
     def mirror_memory(
         self,
@@ -316,6 +323,7 @@ class Machine:
         rank = _whole("rank", rank, 0, MAX_RANK)
         address = _whole("address", address, 0, MAX_U63)
         self._check(self._library.dm_remove_memory(self._handle, rank, address))
+        self._arrays.pop((rank, address), None)
 
     def load(self, ptx: str, *, name: str = "module") -> Module:
         """Parse and decode PTX. What the emulator cannot do is an error here, not at run time.
@@ -337,6 +345,40 @@ class Machine:
         listed = self._library.dm_kernels(self._handle, index).decode()
         kernels = dict(line.split("\t") for line in listed.splitlines())
         return Module(self, index.value, name, kernels)
+
+    def variable(self, module: Module, name: str, *, rank: int = 0) -> np.ndarray:
+        """The bytes of a module's `__device__` or `__constant__` variable, as an array of uint8 on
+        the memory that kernels see: what is written there before a launch they read, and what they
+        wrote is there after `run`.
+
+        Args:
+            module: what `load` returned.
+            name: of the variable, as the PTX has it. C++ names in namespaces are mangled there;
+                `extern "C"` keeps a name as it is.
+            rank: each rank has its own.
+
+        Raises:
+            LaunchError: the module has no such variable.
+        """
+        if module.machine is not self:
+            raise LaunchError(f"module {module.name} belongs to another machine")
+        rank = _whole("rank", rank, 0, MAX_RANK)
+        address, num_bytes = ctypes.c_uint64(), ctypes.c_uint64()
+        self._check(
+            self._library.dm_variable(
+                self._handle,
+                module.index,
+                rank,
+                name.encode(),
+                ctypes.byref(address),
+                ctypes.byref(num_bytes),
+            )
+        )
+        storage = (ctypes.c_uint8 * num_bytes.value).from_address(address.value)
+        storage.machine = self  # whose memory it is
+        import numpy as np  # a machine without variables does without it
+
+        return np.frombuffer(storage, np.uint8)
 
     def launch(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +95,8 @@ def severity_of(finding: Finding) -> Severity:
     Args:
         finding: any.
     """
+    if finding.same_value:  # hardware leaves the one value, although PTX does not say so
+        return "warning"
     return _SEVERITIES.get(finding.kind, "error")
 
 
@@ -117,21 +119,19 @@ def group_findings(findings: Iterable[tuple[Finding, str]]) -> list[Cause]:
         findings: each with the launch during which it came.
     """
     causes: dict[tuple[str, ...], Cause] = {}
+    order: tuple[Severity, ...] = ("error", "refusal", "warning")
     for finding, launch in findings:
         places = tuple(dict.fromkeys(place_of(one) for one in finding.involved))
         key = (finding.kind, *sorted(places or (finding.text,)))
         known = causes.get(key)
         kernels = tuple(dict.fromkeys(one.kernel for one in finding.involved))
-        causes[key] = Cause(
-            finding.kind,
-            severity_of(finding),
-            known.places if known else places,
-            tuple(dict.fromkeys((*known.kernels, *kernels))) if known else kernels,
-            known.count + 1 if known else 1,
-            known.finding if known else finding,
-            known.launch if known else launch,
-        )
-    order = ("error", "refusal", "warning")
+        cause = Cause(finding.kind, severity_of(finding), places, kernels, 1, finding, launch)
+        if known:
+            # What is shown is the first of the gravest ones.
+            shown = min(known, cause, key=lambda one: order.index(one.severity))
+            all_kernels = tuple(dict.fromkeys((*known.kernels, *kernels)))
+            cause = replace(shown, kernels=all_kernels, count=known.count + 1)
+        causes[key] = cause
     return sorted(causes.values(), key=lambda cause: order.index(cause.severity))
 
 

@@ -27,6 +27,8 @@ SharedPlace shared_place(const Warp& w, Space space, uint64_t address, int lane)
                         lane);
         }
         address &= ~window_mask;
+    } else {
+        address = w.shared_address(address);
     }
     const uint32_t rank = uint32_t(address >> shared_rank_shift),
                    offset = uint32_t(address) & shared_offset_mask;

@@ -116,7 +116,8 @@ struct TensorMemoryState {
         uint32_t agent = 0, num_issued = 0;
     };
     std::unordered_map<uint32_t, Queue> queues;  // the same for the race detector
-    uint32_t in_flight = 0;
+    uint32_t in_flight = 0;                      // operations, arrivals of commits among them
+    uint32_t cells_in_flight = 0;                // those that read or write tensor memory
     // Allocations of the pair (cta_group::2) must happen in both CTAs: sizes asked for and columns
     // given so far.
     std::vector<uint32_t> pair_requests, pair_columns;

@@ -140,7 +140,7 @@ Operand Decoder::source(const ParsedOperand& p, Type type) {
                 Op helper;
                 helper.body = narrow_body();
                 builder.append(helper, {narrow, r}, {int(r.offset)}, {int(narrow.offset)},
-                               statement, RegisterUse::copy);
+                               statement, RegisterUse::low_half);
                 r = narrow;
             } else if (r.bits != bits) {
                 invalid("register " + p.name + " does not hold a ." + name_of(type));
@@ -306,7 +306,7 @@ void Decoder::emit(Body body, std::vector<Operand> operands, uint64_t aux) {
     op.body = body;
     op.aux = aux;
     builder.append(op, std::move(operands), reads, writes, statement,
-                   register_use(statement.mnemonic));
+                   use_.value_or(register_use(statement.mnemonic)));
     Program& program = builder.program();
     program.costs.back() = cost_of(statement.mnemonic, program.ops.back());
     if (reads_timer())

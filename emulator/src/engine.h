@@ -50,7 +50,6 @@ struct Engine : Machine {
     using Machine::findings;
     using Machine::real_clock;
     using Machine::virtual_ns;
-    uint64_t seed = 0;
     Schedule schedule = Schedule::random;
     uint32_t max_resident_ctas = 4096;  // per grid
 

@@ -37,8 +37,8 @@ std::string Finding::json() const {
     for (const Involved& i : involved) list += (list.empty() ? "" : ",") + json_of(i);
     return format("{\"kind\":%d", int(kind)) + ",\"text\":" + quoted(text) +
            ",\"space\":" + quoted(space) +
-           format(",\"address\":%llu", (unsigned long long)address) + ",\"involved\":[" + list +
-           "]}";
+           format(",\"address\":%llu", (unsigned long long)address) +
+           ",\"same_value\":" + (same_value ? "true" : "false") + ",\"involved\":[" + list + "]}";
 }
 
 Involved involved_at(const Where& where, int lane, std::string access) {
@@ -60,9 +60,17 @@ Involved involved_at(const Where& where, int lane, std::string access) {
     return i;
 }
 
-bool Findings::is_new(const void* check, Place place, Place other) {
+Findings::Key Findings::key_of(const void* check, Place place, Place other) {
     const auto [low, high] = std::minmax({line_of(place), line_of(other)});
-    return known_.emplace(check, low, high).second;
+    return {check, low, high};
+}
+
+bool Findings::is_new(const void* check, Place place, Place other) {
+    return known_.insert(key_of(check, place, other)).second;
+}
+
+bool Findings::is_known(const void* check, Place place, Place other) {
+    return known_.count(key_of(check, place, other)) != 0;
 }
 
 uint32_t Findings::line_of(Place place) {
@@ -73,8 +81,8 @@ uint32_t Findings::line_of(Place place) {
     if (!line) {
         const OpInfo& info = place.program->infos[place.pc];
         std::string key = describe_source(*place.program, info.source);
-        if (key.empty()) key = format("line %d", info.ptx_line);
-        key = place.program->name + " " + key;
+        // Instances of a template have their lines in common.
+        if (key.empty()) key = format("%s line %d", place.program->name.c_str(), info.ptx_line);
         line = line_ids_.try_emplace(key, uint32_t(line_ids_.size() + 1)).first->second;
     }
     return line;

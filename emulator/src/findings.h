@@ -32,6 +32,7 @@ struct Finding {
     std::string text;
     std::string space;  // of the memory that it is about: a state space, "tensor", or "" for none
     uint64_t address = 0;
+    bool same_value = false;         // a race of two writes of one value
     std::vector<Involved> involved;  // in the order in which they came; the last one was caught
 
     std::string json() const;
@@ -50,14 +51,17 @@ class Findings {
     // Whether no finding by this check at these two instructions, whichever came first, is known.
     // Instructions of one source line, which an unrolled loop makes many of, count as one.
     bool is_new(const void* check, Place place, Place other);
+    bool is_known(const void* check, Place place, Place other);
     void add(Finding finding) { all_.push_back(std::move(finding)); }
     const std::vector<Finding>& all() const { return all_; }
 
  private:
+    using Key = std::tuple<const void*, uint32_t, uint32_t>;
+    Key key_of(const void* check, Place place, Place other);
     uint32_t line_of(Place place);
 
     std::vector<Finding> all_;
-    std::set<std::tuple<const void*, uint32_t, uint32_t>> known_;
+    std::set<Key> known_;
     std::map<std::string, uint32_t> line_ids_;
     std::map<const Program*, std::vector<uint32_t>> lines_;  // by instruction, 0 until asked for
 };

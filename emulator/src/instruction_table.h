@@ -30,12 +30,14 @@
 #pragma once
 
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "machine.h"
 #include "program.h"
+#include "register_watch.h"
 
 namespace deep_moe::emulator {
 
@@ -117,6 +119,9 @@ class Decoder {
     [[noreturn]] void unsupported(const std::string& why);
     [[noreturn]] void invalid(const std::string& why);
 
+    // Instead of what the mnemonic says.
+    void set_use(RegisterUse use) { use_ = use; }
+
     // Registers touched so far. `emit` hands them over; source() and destination() fill them.
     std::vector<int> reads, writes;
     Space symbol_space = Space::generic;  // of the variable in the last address()
@@ -131,6 +136,7 @@ class Decoder {
     size_t name_length = 0;
 
  private:
+    std::optional<RegisterUse> use_;
     struct Widening {
         Operand narrow, wide;
         bool is_signed;

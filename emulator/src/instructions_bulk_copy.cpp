@@ -151,6 +151,7 @@ struct CopyForm {
     Space destination = Space::shared_cluster, source = Space::global;
     uint8_t rank = 0;  // of the tensor, 0 for plain bytes
     bool multicast = false, pair_barrier = false, bulk_group = false, byte_mask = false;
+    bool picks_rows = false;  // tile::gather4, tile::scatter4
     Reduction reduction = Reduction::none;
     Type type = Type::none;
 
@@ -158,8 +159,9 @@ struct CopyForm {
         return uint64_t(destination) | uint64_t(source) << 8 | uint64_t(rank) << 16 |
                uint64_t(multicast) << 20 | uint64_t(pair_barrier) << 21 |
                uint64_t(bulk_group) << 22 | uint64_t(byte_mask) << 23 | uint64_t(reduction) << 24 |
-               uint64_t(type) << 32;
+               uint64_t(type) << 32 | uint64_t(picks_rows) << 40;
     }
+    int num_coordinates() const { return picks_rows ? 1 + TensorMap::num_picked_rows : rank; }
     static CopyForm unpack(uint64_t aux) {
         CopyForm form;
         form.destination = Space(aux & 0xff);
@@ -171,6 +173,7 @@ struct CopyForm {
         form.byte_mask = aux >> 23 & 1;
         form.reduction = Reduction(aux >> 24 & 0xff);
         form.type = Type(aux >> 32 & 0xff);
+        form.picks_rows = aux >> 40 & 1;
         return form;
     }
 };
@@ -211,7 +214,7 @@ uint8_t take_rank(Decoder& d) {
 }
 
 // `[map, {x, y}]` -> map address and coordinates.
-void append_tensor_operand(Decoder& d, size_t index, uint8_t rank, std::vector<Operand>& operands) {
+void append_tensor_operand(Decoder& d, size_t index, int rank, std::vector<Operand>& operands) {
     const ParsedOperand& p = d.parsed(index);
     if (p.kind != ParsedOperand::Kind::address || p.elements.size() != 1) {
         d.invalid("expected [tensor map, {coordinates}]");
@@ -227,6 +230,13 @@ void append_tensor_operand(Decoder& d, size_t index, uint8_t rank, std::vector<O
         d.invalid("the number of coordinates does not match the dimension");
     for (const ParsedOperand& coordinate : list.elements)
         operands.push_back(d.source(coordinate, Type::s32));
+}
+
+// name: tile::gather4 or tile::scatter4
+void take_rows(Decoder& d, CopyForm& form, const char* name) {
+    form.picks_rows = d.take(name);
+    if (form.picks_rows && form.rank != 2) d.invalid("its tensors have two dimensions");
+    d.ignore({"tile"});
 }
 
 void take_completion(Decoder& d, CopyForm& form) {
@@ -495,19 +505,26 @@ void decode_bulk_reduction(Decoder& d) {
 
 // ---- tensors
 
-TensorMap read_map(Warp& w, const Operand& address, int rank, int lane) {
+TensorMap read_map(Warp& w, const Operand& address, int rank, bool picks_rows, int lane) {
     const uint64_t at = w.address(address, lane);
     check_aligned(at, 64, "tensor map address", lane);
     uint8_t image[128];
     for (uint32_t half : {0, 64}) {
         std::memcpy(image + half, w.resolve(Space::generic, at + half, 64, Access::read, lane), 64);
     }
-    const TensorMap map = TensorMap::decode(image, w.program->target.starts_with("sm_90"));
+    TensorMap map = TensorMap::decode(image, w.program->target.starts_with("sm_90"));
     if (map.rank != rank) {
         throw Fault(FaultKind::invalid_operation,
                     format("the instruction has %d dimensions, the tensor map %d", rank, map.rank),
                     lane);
     }
+    if (picks_rows && map.box[1] != 1) {
+        throw Fault(FaultKind::invalid_operation,
+                    format("gather4 and scatter4 need a box of one row, the tensor map's has %u",
+                           map.box[1]),
+                    lane);
+    }
+    map.picks_rows = picks_rows;
     return map;
 }
 
@@ -566,8 +583,9 @@ Coordinates read_coordinates(const Warp& w, const Operand* operands, int rank, i
 Flow load_tensor(Warp& w, const Op& op) {
     const CopyForm form = CopyForm::unpack(op.aux);
     w.for_each_lane([&](int lane) {
-        const TensorMap map = read_map(w, op.operands[3], form.rank, lane);
-        const Coordinates coordinates = read_coordinates(w, op.operands + 4, form.rank, lane);
+        const TensorMap map = read_map(w, op.operands[3], form.rank, form.picks_rows, lane);
+        const Coordinates coordinates =
+            read_coordinates(w, op.operands + 4, form.num_coordinates(), lane);
         const SharedPlace to =
             shared_place(w, form.destination, w.address(op.operands[0], lane), lane);
         const SharedPlace barrier =
@@ -603,8 +621,9 @@ Flow load_tensor(Warp& w, const Op& op) {
 Flow store_tensor(Warp& w, const Op& op) {
     const CopyForm form = CopyForm::unpack(op.aux);
     w.for_each_lane([&](int lane) {
-        TensorMap map = read_map(w, op.operands[1], form.rank, lane);
-        const Coordinates coordinates = read_coordinates(w, op.operands + 2, form.rank, lane);
+        const TensorMap map = read_map(w, op.operands[1], form.rank, form.picks_rows, lane);
+        const Coordinates coordinates =
+            read_coordinates(w, op.operands + 2, form.num_coordinates(), lane);
         const SharedPlace from =
             shared_place(w, Space::shared, w.address(op.operands[0], lane), lane);
         map.check_store(coordinates.at, from.offset);
@@ -636,7 +655,7 @@ void decode_tensor_copy(Decoder& d) {
     d.take("cta_group::1");
     form.destination = take_next_space(d);
     form.source = take_next_space(d);
-    d.ignore({"tile"});
+    take_rows(d, form, form.destination == Space::global ? "tile::scatter4" : "tile::gather4");
     take_completion(d, form);
     const bool policy = d.take("L2::cache_hint");
     std::vector<Operand> operands;
@@ -644,7 +663,7 @@ void decode_tensor_copy(Decoder& d) {
         if (form.source != Space::shared) d.invalid("a tensor store reads .shared::cta");
         d.expect_operands(2 + policy);
         operands.push_back(d.address(1));
-        append_tensor_operand(d, 0, form.rank, operands);
+        append_tensor_operand(d, 0, form.num_coordinates(), operands);
         d.emit(store_tensor, std::move(operands), form.pack());
         return;
     }
@@ -652,7 +671,7 @@ void decode_tensor_copy(Decoder& d) {
     d.expect_operands(3 + form.multicast + policy);
     operands = {d.address(0), d.address(2),
                 form.multicast ? d.source(3, Type::u16) : d.constant(0)};
-    append_tensor_operand(d, 1, form.rank, operands);
+    append_tensor_operand(d, 1, form.num_coordinates(), operands);
     d.emit(load_tensor, std::move(operands), form.pack());
 }
 
@@ -674,24 +693,26 @@ void decode_tensor_reduction(Decoder& d) {
     d.emit(store_tensor, std::move(operands), form.pack());
 }
 
-// map, coordinates. A hint, but of a box where a load may start; aux: rank
+// map, coordinates. A hint, but of a box where a load may start
 Flow prefetch_tensor(Warp& w, const Op& op) {
-    const int rank = int(op.aux);
+    const CopyForm form = CopyForm::unpack(op.aux);
     w.for_each_lane([&](int lane) {
-        const TensorMap map = read_map(w, op.operands[0], rank, lane);
-        map.check_start(read_coordinates(w, op.operands + 1, rank, lane).at);
+        const TensorMap map = read_map(w, op.operands[0], form.rank, form.picks_rows, lane);
+        map.check_start(read_coordinates(w, op.operands + 1, form.num_coordinates(), lane).at);
     });
     return Flow::next;
 }
 
 void decode_tensor_prefetch(Decoder& d) {
-    const uint8_t rank = take_rank(d);
-    d.ignore({"L2", "global", "tile"});
+    CopyForm form;
+    form.rank = take_rank(d);
+    d.ignore({"L2", "global"});
+    take_rows(d, form, "tile::gather4");
     const bool policy = d.take("L2::cache_hint");
     d.expect_operands(1 + policy);
     std::vector<Operand> operands;
-    append_tensor_operand(d, 0, rank, operands);
-    d.emit(prefetch_tensor, std::move(operands), rank);
+    append_tensor_operand(d, 0, form.num_coordinates(), operands);
+    d.emit(prefetch_tensor, std::move(operands), form.pack());
 }
 
 // ---- groups
@@ -799,7 +820,8 @@ InstructionTable bulk_copy_instructions() {
     return {
         {"cp.async.bulk", decode_bulk_copy,
          "bytes between global and shared memory, also to a CTA of the cluster"},
-        {"cp.async.bulk.tensor", decode_tensor_copy, "tile of a tensor map, load or store"},
+        {"cp.async.bulk.tensor", decode_tensor_copy,
+         "tile of a tensor map, load or store; of sm_100: tile::gather4, tile::scatter4"},
         {"cp.async.bulk.commit_group", decode_commit_group, "closes the thread's bulk group"},
         {"cp.async.bulk.wait_group", decode_wait_group,
          "waits until all but N groups are complete (.read: read)"},

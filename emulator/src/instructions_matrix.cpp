@@ -10,9 +10,13 @@
 namespace deep_moe::emulator {
 namespace {
 
-// aux of ldmatrix and stmatrix: space, transposed in bit 8, number of matrices above bit 16.
+// aux of ldmatrix and stmatrix: space, transposed in bit 8, bits of a packed element from bit 10
+// on, number of 8-row matrices above bit 16.
 uint32_t num_matrices(const Op& op) {
     return uint32_t(op.aux >> 16);
+}
+uint32_t packed_bits(const Op& op) {
+    return uint32_t(op.aux >> 10 & 0xf);
 }
 
 // Checked pointers to the 16-byte rows that the lanes supply.
@@ -45,6 +49,52 @@ Flow load_b16(Warp& w, const Op& op) {
                 std::memcpy(&halves[h], rows[at.row_lane] + at.byte, 2);
             }
             w.out<uint32_t>(op.operands[1 + j]).set(int(t), halves[0] | uint32_t(halves[1]) << 16);
+        }
+    }
+    return Flow::next;
+}
+
+// m16n16.trans.b8: a matrix has 16 rows and two registers.
+Flow load_b8(Warp& w, const Op& op) {
+    std::byte* rows[warp_size];
+    resolve_rows(w, op, Access::read, rows);
+    for (uint32_t j = 0; j < num_matrices(op); ++j) {
+        for (uint32_t t = 0; t < warp_size; ++t) {
+            uint32_t value = 0;
+            for (uint32_t e = 0; e < 4; ++e) {
+                const MatrixRow at = matrix_row_b8_square(t, j, e);
+                value |= uint32_t(rows[at.row_lane][at.byte]) << 8 * e;
+            }
+            w.out<uint32_t>(op.operands[1 + j]).set(int(t), value);
+        }
+    }
+    return Flow::next;
+}
+
+// m8n16 and m16n16.trans of 4 or 6 bits: a row is 16 elements, then padding up to 16 bytes. Each
+// element becomes the low bits of a byte.
+template <bool transposed>
+Flow load_packed(Warp& w, const Op& op) {
+    std::byte* rows[warp_size];
+    resolve_rows(w, op, Access::read, rows);
+    const uint32_t bits = packed_bits(op);
+    const auto element = [&](MatrixRow at) {
+        uint64_t words[2];
+        std::memcpy(words, rows[at.row_lane], 16);
+        const uint32_t first = at.byte * bits;
+        uint64_t value = words[first / 64] >> first % 64;
+        if (first % 64 + bits > 64) value |= words[1] << (64 - first % 64);
+        return uint32_t(value & ((1u << bits) - 1));
+    };
+    for (uint32_t j = 0; j < num_matrices(op); ++j) {
+        for (uint32_t t = 0; t < warp_size; ++t) {
+            uint32_t value = 0;
+            for (uint32_t e = 0; e < 4; ++e) {
+                const MatrixRow at = transposed ? matrix_row_b8_square(t, j, e)
+                                                : MatrixRow{8 * j + t / 4, 4 * (t % 4) + e};
+                value |= element(at) << 8 * e;
+            }
+            w.out<uint32_t>(op.operands[1 + j]).set(int(t), value);
         }
     }
     return Flow::next;
@@ -118,7 +168,32 @@ void decode_matrix(Decoder& d, bool loads) {
 }
 
 void decode_ldmatrix(Decoder& d) {
-    decode_matrix(d, true);
+    const bool square = d.has("m16n16");
+    if (!square && !d.has("m8n16")) return decode_matrix(d, true);
+    d.ignore({"sync", "aligned", "m16n16", "m8n16"});
+    d.op.meeting = Meeting::whole_warp;
+    const uint32_t count = take_count(d);
+    if (square && count == 4) d.invalid(".m16n16 has .x1 and .x2");
+    if (square != d.take("trans")) d.invalid(".trans goes with .m16n16");
+    const Space space = d.take_space();
+    uint32_t bits = 8;
+    if (d.take("b8x16"))
+        bits = d.take("b6x16_p32") ? 6 : d.take("b4x16_p64") ? 4 : 0;
+    else
+        d.take_type({Type::b8});
+    if (!bits) d.invalid("the source's format (.b6x16_p32, .b4x16_p64) is missing");
+    if (bits == 8 && !square) d.invalid(".m8n16 needs .b8x16 and the source's format");
+    d.expect_operands(2);
+    std::vector<Operand> operands{d.address(1)};
+    const std::vector<Operand> registers = d.destinations(0, Type::b32);
+    const uint32_t num_registers = square ? 2 * count : count;
+    if (registers.size() != num_registers) d.invalid("the number of registers does not match");
+    operands.insert(operands.end(), registers.begin(), registers.end());
+    d.emit(bits == 8 ? load_b8
+           : square  ? load_packed<true>
+                     : load_packed<false>,
+           std::move(operands),
+           uint64_t(space) | uint64_t(bits) << 10 | uint64_t(num_registers) << 16);
 }
 void decode_stmatrix(Decoder& d) {
     decode_matrix(d, false);
@@ -207,6 +282,108 @@ Flow mma_of_doubles(Warp& w, const Op& op) {
     return Flow::next;
 }
 
+// aux as of mma, and above bit 32: scales per row, bit 40: they are UE4M3. Behind the operands of
+// mma: scales of A, byte and thread that hold them, the same of B.
+Flow mma_scaled(Warp& w, const Op& op) {
+    ScaledWarpMma unit;
+    unit.a_type = Element(op.aux & 0xff);
+    unit.b_type = Element(op.aux >> 8 & 0xff);
+    unit.k = uint32_t(op.aux >> 24 & 0xff);
+    unit.num_scales = uint32_t(op.aux >> 32 & 0xff);
+    unit.scales_are_ue4m3 = op.aux >> 40 & 1;
+    const Operand* next = op.operands + 4;
+    const auto take = [&] { return reinterpret_cast<const uint32_t*>(w.data(*next++)); };
+    const uint32_t *a[4], *b[2], *c[4];
+    for (auto& row : a) row = take();
+    for (auto& row : b) row = take();
+    for (auto& row : c) row = take();
+    if (unit.num_scales) {
+        for (ScaledWarpMma::Scales* scales : {&unit.a_scales, &unit.b_scales}) {
+            scales->words = take();
+            scales->byte = w.uniform<uint32_t>(*next++) & 0xffff;
+            scales->thread = w.uniform<uint32_t>(*next++) & 0xffff;
+        }
+        const uint32_t step = unit.num_scales;
+        for (const auto& [scales, num_threads] :
+             {std::pair{unit.a_scales, 2u}, {unit.b_scales, 4u}}) {
+            if (scales.byte + step > 4 || scales.byte % step || scales.thread >= num_threads)
+                fail(FaultKind::invalid_operation,
+                     "mma with %u scales a row: byte %u of thread %u does not exist", step,
+                     scales.byte, scales.thread);
+        }
+    }
+    static thread_local Panels panels;
+    uint32_t result[4][warp_size];
+    unit.run(a, b, c, result, panels);
+    for (uint32_t i = 0; i < 4; ++i) {
+        auto out = w.out<uint32_t>(op.operands[i]);
+        for (int t = 0; t < warp_size; ++t) out.set(t, result[i][t]);
+    }
+    return Flow::next;
+}
+
+Element take_small_element(Decoder& d) {
+    switch (d.take_type({Type::e4m3, Type::e5m2, Type::e3m2, Type::e2m3, Type::e2m1})) {
+        case Type::e4m3:
+            return Element::e4m3;
+        case Type::e5m2:
+            return Element::e5m2;
+        case Type::e3m2:
+            return Element::e3m2;
+        case Type::e2m3:
+            return Element::e2m3;
+        default:
+            return Element::e2m1;
+    }
+}
+
+// kind::f8f6f4 with elements of 4 or 6 bits, kind::mxf8f6f4, kind::mxf4, kind::mxf4nvf4.
+void decode_mma_scaled(Decoder& d, std::string_view kind) {
+    uint32_t scales = 0;
+    const bool packed = kind.substr(0, 11) == "kind::mxf4n" || kind == "kind::mxf4";
+    if (kind != "kind::f8f6f4") {
+        if (!d.take("block_scale")) d.invalid("this kind needs .block_scale");
+        std::string vector;
+        if (d.take_prefix("scale_vec::", vector))
+            scales = uint32_t(vector.at(11) - '0');
+        else
+            scales = kind == "kind::mxf8f6f4" ? 1 : kind == "kind::mxf4" ? 2 : 0;
+        const bool fits = kind == "kind::mxf8f6f4" ? scales == 1
+                          : kind == "kind::mxf4"   ? scales == 2
+                                                   : scales == 2 || scales == 4;
+        if (!fits) d.invalid("this scale vector size does not exist for this kind");
+    }
+    const uint32_t k = packed ? 64 : 32;
+    if (!d.take(packed ? "m16n8k64" : "m16n8k32")) d.unsupported("this shape");
+    d.take_type({Type::f32});
+    const Element a_type = take_small_element(d), b_type = take_small_element(d);
+    if (packed && (a_type != Element::e2m1 || b_type != Element::e2m1))
+        d.invalid("this kind multiplies .e2m1");
+    d.take_type({Type::f32});
+    bool ue4m3 = false;
+    if (scales) ue4m3 = d.take("ue4m3");
+    if (scales && !ue4m3 && !d.take("ue8m0")) d.invalid("the scales' type is missing");
+    if (ue4m3 && kind != "kind::mxf4nvf4") d.invalid("this kind has scales of .ue8m0");
+    d.expect_operands(scales ? 8 : 4);
+    std::vector<Operand> operands = d.destinations(0, Type::b32);
+    bool good = operands.size() == 4;
+    constexpr size_t counts[] = {4, 4, 2, 4};
+    for (size_t i = 1; i < 4; ++i) {
+        const std::vector<Operand> part = d.sources(i, Type::b32);
+        good &= part.size() == counts[i];
+        operands.insert(operands.end(), part.begin(), part.end());
+    }
+    for (size_t i = 4; scales && i < 8; ++i) {
+        const std::vector<Operand> part = d.sources(i, i % 2 ? Type::u16 : Type::b32);
+        good &= part.size() == 1 + i % 2;
+        operands.insert(operands.end(), part.begin(), part.end());
+    }
+    if (!good) d.invalid("the number of registers does not match the shape");
+    d.emit(mma_scaled, std::move(operands),
+           uint64_t(a_type) | uint64_t(b_type) << 8 | uint64_t(k) << 24 | uint64_t(scales) << 32 |
+               uint64_t(ue4m3) << 40);
+}
+
 void decode_mma_of_doubles(Decoder& d, uint32_t m, uint32_t k) {
     d.take("rn");
     for (int i = 0; i < 4; ++i) d.take_type({Type::f64});
@@ -224,9 +401,18 @@ void decode_mma_of_doubles(Decoder& d, uint32_t m, uint32_t k) {
 }
 
 void decode_mma(Decoder& d) {
-    d.ignore({"sync", "aligned", "row", "col", "kind::f8f6f4"});
+    d.ignore({"sync", "aligned", "row", "col"});
     d.op.meeting = Meeting::whole_warp;
     std::string text;
+    if (d.take_prefix("kind::", text)) {
+        const bool small = d.has("e2m1") || d.has("e2m3") || d.has("e3m2");
+        if (text != "kind::f8f6f4" || small) {
+            if (text != "kind::f8f6f4" && text != "kind::mxf8f6f4" && text != "kind::mxf4" &&
+                text != "kind::mxf4nvf4")
+                d.unsupported("this kind");
+            return decode_mma_scaled(d, text);
+        }
+    }
     uint32_t k = 0;
     if (d.has("f64")) {
         if (d.take("m8n8k4")) return decode_mma_of_doubles(d, 8, 4);
@@ -266,11 +452,15 @@ void decode_mma(Decoder& d) {
 
 InstructionTable matrix_instructions() {
     return {
-        {"ldmatrix", decode_ldmatrix, "m8n8 b16, x1 to x4, .trans"},
+        {"ldmatrix", decode_ldmatrix,
+         "m8n8 b16, .trans; of sm_100: m16n16.trans b8, b6x16_p32, b4x16_p64, m8n16 of the latter "
+         "two"},
         {"stmatrix", decode_stmatrix, "m8n8 b16 and m16n8.trans b8, x1 to x4"},
         {"movmatrix", decode_movmatrix, "transposes an m8n8 b16 matrix"},
         {"mma", decode_mma,
-         "mma.sync m16n8kK: f16, bf16, tf32, e4m3, e5m2, u8, s8, f64; m8n8k4: f64"},
+         "mma.sync m16n8kK: f16, bf16, tf32, e4m3, e5m2, u8, s8, f64; m8n8k4: f64; of sm_120: "
+         "e3m2, "
+         "e2m3, e2m1, block-scaled mxf8f6f4, mxf4, mxf4nvf4"},
     };
 }
 

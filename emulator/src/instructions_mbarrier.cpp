@@ -30,6 +30,12 @@ Flow init(Warp& w, const Op& op) {
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[0], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
+        if (barrier.valid) {
+            w.machine->find(FaultKind::barrier_misuse, [&] {
+                return "mbarrier.init of " + barrier.name +
+                       ", which is in use: it needs mbarrier.inval first";
+            });
+        }
         barrier.init(count[lane], w.machine->checks);
         if (w.machine->checks) std::memset(at.cta->shadow.data() + at.offset, 2, mbarrier_bytes);
         if (w.machine->races) w.machine->races->init_barrier(w, lane, *at.cta, barrier);
@@ -40,7 +46,14 @@ Flow init(Warp& w, const Op& op) {
 Flow inval(Warp& w, const Op& op) {
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[0], lane);
-        mbarrier_at(*at.cta, at.offset).invalidate();
+        Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
+        if (!barrier.valid) {
+            w.machine->find(FaultKind::barrier_misuse, [&] {
+                return "mbarrier.inval on the mbarrier " + barrier.name +
+                       ", which nobody has initialized";
+            });
+        }
+        barrier.valid = false;
         std::memset(at.cta->shadow.data() + at.offset, 0, mbarrier_bytes);
     });
     return Flow::next;
@@ -169,6 +182,19 @@ Flow test_wait(Warp& w, const Op& op) {
 // look at other things.
 constexpr uint64_t default_suspend_ns = 1'000'000;
 
+// The limit is the hardware's affair, so that any try may fail, even of a phase that comes: the
+// seed picks one in eight. Programs must run what follows a failed try right, too. A simulated
+// clock knows the limit.
+bool fails_early(Warp& w) {
+    const Machine& machine = *w.machine;
+    if (machine.timing) return false;
+    uint64_t number = machine.seed + (uint64_t(w.grid->id) << 40) +
+                      (uint64_t(w.cta->index) << 20 | w.index) + (++w.num_suspensions << 52);
+    for (int round = 0; round < 2; ++round)  // mixes the bits (Stafford)
+        number = (number ^ number >> 31) * 0x9e3779b97f4a7c15ull;
+    return number >> 61 == 0;
+}
+
 // predicate, address, parity or state, time limit in ns (0: the default)
 template <bool by_parity>
 Flow try_wait(Warp& w, const Op& op) {
@@ -176,7 +202,9 @@ Flow try_wait(Warp& w, const Op& op) {
     if (!done) {
         uint64_t& deadline = w.current.token;
         const uint64_t now = w.machine->now_ns();
-        if (!deadline) {
+        if (!deadline && fails_early(w)) {
+            deadline = now;
+        } else if (!deadline) {
             const uint32_t hint = w.uniform<uint32_t>(op.operands[3]);
             deadline = now + (hint ? hint : default_suspend_ns);
         }

@@ -175,11 +175,17 @@ Flow store(Warp& w, const Op& op) {
         std::byte* to =
             fast_resolve(w, space, w.address(address, i), sizeof(T) * N, Access::write, i);
         places[i] = to;
-        if (w.machine->races)
+        T values[N];
+        for (int k = 0; k < N; ++k) values[k] = w.in<T>(op.operands[k + 1])[i];
+        if (RaceDetector* races = w.machine->races.get()) {
+            if (!is_strong)
+                races->begin_store(to, reinterpret_cast<const std::byte*>(values), sizeof values);
             note_access(w, op, space, w.address(address, i), sizeof(T) * N, to, Access::write, i,
                         is_strong);
+            races->end_store();
+        }
         for (int k = 0; k < N; ++k) {
-            T value = w.in<T>(op.operands[k + 1])[i], old;
+            T value = values[k], old;
             std::byte* at = to + k * sizeof(T);
             std::memcpy(&old, at, sizeof(T));
             changed |= old != value;
@@ -521,6 +527,49 @@ Flow compare_and_swap(Warp& w, const Op& op) {
     return Flow::yield;
 }
 
+// A register of 128 bits: two rows of 64.
+struct Wide {
+    uint64_t low, high;
+    static Wide of(const Warp& w, const Operand& o, int lane) {
+        return {In<uint64_t>{w.data(o)}[lane], In<uint64_t>{w.data(o) + 256}[lane]};
+    }
+};
+
+// operands: destination, address, {compare,} value. Other processes may see one half of the value
+// without the other: ranks that share memory across processes have no such atomics.
+template <bool compares>
+Flow exchange_wide(Warp& w, const Op& op) {
+    const Space space = Space(op.aux & space_bits);
+    bool changed = false;
+    ++w.polls;
+    const uint64_t polled = w.address(op.operands[1], w.first_lane());
+    w.for_each_lane([&](int i) {
+        const uint64_t address = w.address(op.operands[1], i);
+        std::byte* at = w.resolve(space, address, sizeof(Wide), Access::read_write, i);
+        if (w.machine->races)
+            note_access(w, op, space, address, sizeof(Wide), at, Access::read_write, i, true);
+        Wide old;
+        std::memcpy(&old, at, sizeof old);
+        const Wide value = Wide::of(w, op.operands[compares ? 3 : 2], i);
+        bool writes = true;
+        if constexpr (compares) {
+            const Wide expected = Wide::of(w, op.operands[2], i);
+            writes = old.low == expected.low && old.high == expected.high;
+        }
+        if (writes) {
+            changed |= old.low != value.low || old.high != value.high;
+            std::memcpy(at, &value, sizeof value);
+        }
+        if (op.operands[0].sink) return;
+        Out<uint64_t>{w.bases[0] + op.operands[0].offset}.set(i, old.low);
+        Out<uint64_t>{w.bases[0] + op.operands[0].offset + 256}.set(i, old.high);
+    });
+    if (changed) w.machine->note_progress();
+    if (!compares) return Flow::next;
+    note_poll(w, space, polled, sizeof(Wide));
+    return Flow::yield;
+}
+
 template <class F>
 Body atomic_integer(Decoder& d, Type type) {
     switch (type) {
@@ -568,6 +617,18 @@ void decode_atomic(Decoder& d, bool returns) {
         d.take_any({"and", "or", "xor", "exch", "cas", "add", "inc", "dec", "min", "max"});
     Type type = d.take_type();
     size_t at = returns ? 1 : 0;
+    if (type == Type::b128) {
+        const bool compares = name == "cas";
+        if (!returns || (!compares && name != "exch"))
+            d.invalid("of 128 bits there are atom.exch and atom.cas");
+        d.expect_operands(compares ? 4 : 3, compares ? 5 : 4);
+        const Operand address = take_address(d, 1, space);
+        std::vector<Operand> operands{d.destination(0, type), address, d.source(2, type)};
+        if (compares) operands.push_back(d.source(3, type));
+        d.emit(compares ? exchange_wide<true> : exchange_wide<false>, std::move(operands),
+               uint64_t(space) | strength.aux);
+        return;
+    }
     if (name == "cas") {
         d.expect_operands(4, 5);
         Operand address = take_address(d, 1, space);
@@ -664,7 +725,8 @@ InstructionTable memory_instructions() {
         {"ldu", decode_ldu, "load of read-only data"},
         {"st", decode_st, "store; every space, vector, cache hint and ordering"},
         {"st.bulk", decode_st_bulk, "zero fill of shared memory"},
-        {"atom", decode_atom, "atomic update that returns the old value"},
+        {"atom", decode_atom,
+         "atomic update that returns the old value; exch and cas also of 128 bits"},
         {"red", decode_red, "atomic update"},
         {"prefetch", decode_nothing, "prefetch (no effect)"},
         {"prefetchu", decode_nothing, "prefetch (no effect)"},

@@ -168,10 +168,12 @@ void decode_mov(Decoder& d) {
         if (from.kind == Kind::vector) {
             std::vector<Operand> operands{d.destination(0, type)};
             for (const Operand& o : d.sources(1, part)) operands.push_back(o);
+            d.set_use(RegisterUse::pack);
             d.emit(pack, operands, uint64_t(bits));
         } else {
             std::vector<Operand> operands{d.source(1, type)};
             for (const Operand& o : d.destinations(0, part)) operands.push_back(o);
+            d.set_use(RegisterUse::unpack);
             d.emit(unpack, operands, uint64_t(bits));
         }
         return;

@@ -1,7 +1,10 @@
 // tcgen05.*: tensor memory and the fifth-generation tensor core.
 //
 // mma, cp, shift and commit of one thread run later, in the order of issue; ld and st run at once.
+#include <algorithm>
 #include <array>
+#include <bit>
+#include <cmath>
 
 #include "async_units.h"
 #include "instruction_table.h"
@@ -33,12 +36,12 @@ void whole_warp(Decoder& d) {
 uint32_t common_address(const Warp& w, const Operand& operand) {
     const uint32_t address = uint32_t(w.address(operand, w.first_lane()));
     w.for_each_lane([&](int lane) {
-        if (uint32_t(w.address(operand, lane)) != address) {
-            throw Fault(FaultKind::invalid_operation,
-                        format("tensor memory address 0x%08x differs from lane %d's 0x%08x",
-                               uint32_t(w.address(operand, lane)), w.first_lane(), address),
-                        lane);
-        }
+        const auto own = uint32_t(w.address(operand, lane));
+        if (own == address) return;
+        w.machine->find(FaultKind::invalid_operation, [&] {
+            return format("tensor memory address 0x%08x of lane %d differs from lane %d's 0x%08x",
+                          own, lane, w.first_lane(), address);
+        });
     });
     return address;
 }
@@ -111,9 +114,14 @@ void decode_alloc(Decoder& d) {
 
 Flow dealloc(Warp& w, const Op& op) {
     TensorMemoryState& state = tensor_memory_state(*w.cta);
-    if (state.in_flight) {
-        fail(FaultKind::invalid_operation,
-             "tcgen05.dealloc while %u tcgen05 operation(s) are in flight", state.in_flight);
+    if (state.cells_in_flight) {
+        w.machine->find(FaultKind::invalid_operation, [&] {
+            return format("tcgen05.dealloc while %u tcgen05 operation(s) are in flight",
+                          state.cells_in_flight);
+        });
+        // A run that goes on does so as if the program had waited.
+        return w.block(w.cta->tmem_waiters, "the end of %llu tcgen05 operations",
+                       state.cells_in_flight);
     }
     state.memory.deallocate(common_address(w, op.operands[0]), w.uniform<uint32_t>(op.operands[1]));
     w.machine->note_progress();
@@ -167,22 +175,28 @@ void note_cells(Cta& cta, uint32_t column, uint32_t count, Access access,
         cta.machine->races->tensor_access(cta, quadrants, column & 0xffff, count, access);
 }
 
-void enqueue_in_order(Warp& w, int lane, int cta_group, const char* kind, int64_t at,
-                      std::function<void()> complete) {
+// touches_cells: it reads or writes tensor memory.
+void enqueue_in_order(Warp& w, int lane, int cta_group, const char* kind, bool touches_cells,
+                      int64_t at, std::function<void()> complete) {
     Cta* ctas[2] = {w.cta, nullptr};
     if (cta_group == 2) ctas[1] = &pair_peer(*w.cta, kind);
     uint64_t& key = tensor_memory_state(*w.cta).order_keys[thread_in_cta(w, lane)];
     if (!key) key = w.machine->new_order_key();
     for (Cta* cta : ctas) {
-        if (cta) ++tensor_memory_state(*cta).in_flight;
+        if (!cta) continue;
+        ++tensor_memory_state(*cta).in_flight;
+        tensor_memory_state(*cta).cells_in_flight += touches_cells;
     }
     w.machine->enqueue_async(
         w, kind, key,
-        [ctas = std::to_array(ctas), complete = std::move(complete)] {
+        [ctas = std::to_array(ctas), complete = std::move(complete), touches_cells] {
             complete();
             for (Cta* cta : ctas) {
                 if (!cta) continue;
-                --tensor_memory_state(*cta).in_flight;
+                TensorMemoryState& state = tensor_memory_state(*cta);
+                --state.in_flight;
+                state.cells_in_flight -= touches_cells;
+                if (touches_cells && !state.cells_in_flight) cta->machine->wake(cta->tmem_waiters);
                 cta->machine->note_progress();
             }
         },
@@ -273,7 +287,7 @@ Flow mma(Warp& w, const Op& op) {
         const int64_t at = timing ? timing->tensor_mma(w, mma.shape.m, mma.shape.n, form.cta_group,
                                                        !form.a_in_tensor_memory)
                                   : 0;
-        enqueue_in_order(w, lane, form.cta_group, "tcgen05.mma", at, [ctas, mma, queued] {
+        enqueue_in_order(w, lane, form.cta_group, "tcgen05.mma", true, at, [ctas, mma, queued] {
             if (ctas[0]->machine->leaves_out_products) return;
             static thread_local Panels panels;
             const AsyncAccesses accesses = accesses_of(*ctas[0], queued);
@@ -372,7 +386,7 @@ Flow copy(Warp& w, const Op& op) {
         const Queued queued = next_in_queue(w, lane);
         Timing* timing = w.machine->timing;
         const int64_t at = timing ? timing->tensor_copy(w) : 0;
-        enqueue_in_order(w, lane, cta_group, "tcgen05.cp", at, [=] {
+        enqueue_in_order(w, lane, cta_group, "tcgen05.cp", true, at, [=] {
             const AsyncAccesses accesses = accesses_of(*ctas[0], queued);
             for (Cta* cta : ctas) {  // each from its own shared memory
                 if (!cta) continue;
@@ -423,7 +437,7 @@ Flow shift(Warp& w, const Op& op) {
                  first);
         const std::array<Cta*, 2> ctas = participants(w, cta_group, "tcgen05.shift.cta_group::2");
         const Queued queued = next_in_queue(w, lane);
-        enqueue_in_order(w, lane, cta_group, "tcgen05.shift", 0, [=] {
+        enqueue_in_order(w, lane, cta_group, "tcgen05.shift", true, 0, [=] {
             const AsyncAccesses accesses = accesses_of(*ctas[0], queued);
             for (Cta* cta : ctas) {
                 if (!cta) continue;
@@ -472,7 +486,7 @@ Flow commit(Warp& w, const Op& op) {
             targets.push_back(at.cta);
         }
         const Queued queued = next_in_queue(w, lane);
-        enqueue_in_order(w, lane, cta_group, "tcgen05.commit", 0,
+        enqueue_in_order(w, lane, cta_group, "tcgen05.commit", false, 0,
                          [targets, offset = at.offset, queued] {
                              for (Cta* cta : targets) {
                                  cluster_cta(*cta, cta->cluster_rank, "tcgen05.commit");
@@ -623,6 +637,86 @@ TransferForm take_transfer(Decoder& d, const char* halves) {
     return form;
 }
 
+// What tcgen05.ld.red makes of a thread's registers.
+enum class LoadReduction : uint8_t { min, max };
+struct ReducedLoad {
+    LoadReduction operation = LoadReduction::min;
+    Type type = Type::f32;
+    bool absolute = false, passes_nan = false;
+
+    uint64_t pack() const {
+        return uint64_t(operation) | uint64_t(type) << 8 | uint64_t(absolute) << 16 |
+               uint64_t(passes_nan) << 17;
+    }
+    static ReducedLoad unpack(uint64_t bits) {
+        return {LoadReduction(bits & 0xff), Type(bits >> 8 & 0xff), (bits >> 16 & 1) != 0,
+                (bits >> 17 & 1) != 0};
+    }
+
+    uint32_t combine(uint32_t a, uint32_t b) const {
+        const bool is_min = operation == LoadReduction::min;
+        if (type == Type::u32) return is_min ? std::min(a, b) : std::max(a, b);
+        if (type == Type::s32)
+            return uint32_t(is_min ? std::min(int32_t(a), int32_t(b))
+                                   : std::max(int32_t(a), int32_t(b)));
+        const auto x = std::bit_cast<float>(a), y = std::bit_cast<float>(b);
+        if (std::isnan(x) || std::isnan(y)) {
+            if (passes_nan || (std::isnan(x) && std::isnan(y))) return 0x7fffffff;
+            return std::isnan(x) ? b : a;
+        }
+        if (x == y) return std::signbit(x) == is_min ? a : b;  // -0 is less than 0
+        return (x < y) == is_min ? a : b;
+    }
+    uint32_t prepared(uint32_t value) const {
+        return absolute && type == Type::f32 ? value & 0x7fffffff : value;
+    }
+};
+
+// tcgen05.ld's address and registers, then the result, and the form of the reduction as a constant.
+Flow load_and_reduce(Warp& w, const Op& op) {
+    load(w, op);
+    const uint32_t count = TransferForm::unpack(op.aux).num_registers;
+    const auto reduction = ReducedLoad::unpack(w.uniform<uint32_t>(op.operands[2 + count]));
+    const auto out = w.out<uint32_t>(op.operands[1 + count]);
+    w.for_each_lane([&](int lane) {
+        uint32_t value = reduction.prepared(w.in<uint32_t>(op.operands[1])[lane]);
+        for (uint32_t i = 1; i < count; ++i)
+            value = reduction.combine(value,
+                                      reduction.prepared(w.in<uint32_t>(op.operands[1 + i])[lane]));
+        out.set(lane, value);
+    });
+    return Flow::next;
+}
+
+void decode_load_and_reduce(Decoder& d) {
+    ReducedLoad reduction;
+    if (d.take("max"))
+        reduction.operation = LoadReduction::max;
+    else if (!d.take("min"))
+        d.invalid("the operation (.min, .max) is missing");
+    reduction.absolute = d.take("abs");
+    reduction.passes_nan = d.take("NaN");
+    reduction.type = d.take_type({Type::f32, Type::u32, Type::s32});
+    if (reduction.type != Type::f32 && (reduction.absolute || reduction.passes_nan))
+        d.invalid(".abs and .NaN go with .f32");
+    TransferForm form = take_transfer(d, "pack::16b");
+    const bool two = form.shape == TmemShape::x16x32bx2;
+    if (form.halves || (!two && form.shape != TmemShape::x32x32b))
+        d.invalid("this shape has no .red");
+    d.expect_operands(two ? 4 : 3);
+    if (two) form.half_offset = d.immediate_u32(3);
+    std::vector<Operand> operands{tensor_memory_address(d, 2)};
+    const std::vector<Operand> registers = d.destinations(0, Type::b32);
+    if (registers.size() != form.num_registers || registers.size() < 2)
+        d.invalid("the number of registers does not match the shape");
+    for (const Operand& r : registers)
+        if (r.sink) d.unsupported("a register that is thrown away");
+    operands.insert(operands.end(), registers.begin(), registers.end());
+    operands.push_back(d.destination(1, Type::b32));
+    operands.push_back(d.constant(reduction.pack()));
+    d.emit(load_and_reduce, std::move(operands), form.pack());
+}
+
 void decode_load(Decoder& d) {
     TransferForm form = take_transfer(d, "pack::16b");
     const bool two = form.shape == TmemShape::x16x32bx2;
@@ -686,6 +780,8 @@ InstructionTable tcgen05_instructions() {
         {"tcgen05.commit", decode_commit,
          "arrival when the thread's earlier operations are complete"},
         {"tcgen05.ld", decode_load, "tensor memory to registers, all shapes"},
+        {"tcgen05.ld.red", decode_load_and_reduce,
+         "the same of 32x32b and 16x32bx2, and the least or largest of a thread's registers"},
         {"tcgen05.st", decode_store, "registers to tensor memory, all shapes"},
         {"tcgen05.wait::ld", decode_wait<&RaceDetector::wait_loads>,
          "loads are complete when issued; looked at by the race detector"},

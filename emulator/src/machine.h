@@ -216,6 +216,9 @@ struct Warp {
         uint64_t sum = base + uint64_t(o.displacement);
         return o.bits == 64 ? sum : uint32_t(sum);
     }
+    // Drops the window of a generic address where the instruction says .shared, as hardware does,
+    // which takes 32 bits. PTX asks for an address of the space itself.
+    uint64_t shared_address(uint64_t address) const;
     int first_lane() const { return __builtin_ctz(exec); }
     template <class F>
     void for_each_lane(F f) const {
@@ -250,6 +253,7 @@ struct Warp {
     std::shared_ptr<struct RegisterWatch> watch;  // register_watch.h; null if nothing is watched
     std::shared_ptr<Turns> turns;
     std::shared_ptr<WarpTime> timed;  // null without a simulated clock
+    uint64_t num_suspensions = 0;     // at mbarriers
     uint64_t polls = 0;               // loads that may be polls, failed waits, clock reads
     Awaited last_poll;
     struct FailedWait {  // by parity, of a phase that has not been seen to end since
@@ -393,10 +397,11 @@ struct Machine {
     std::shared_ptr<RaceDetector> races;  // while a run with checks goes on, else none
     bool strict_tcgen05 = false;          // PTX's canonical patterns and addresses are asked for
     bool hopper_fp8_sums = false;         // wgmma drops low bits of FP8 sums as an H200 does
-    uint64_t steps = 0;                   // warp instructions so far
-    WaitQueue sleepers;                   // nanosleep
-    Timing* timing = nullptr;             // the simulated clock, if there is one
-    bool leaves_out_products = false;     // of matrices: only time is asked for
+    uint64_t seed = 0;
+    uint64_t steps = 0;                // warp instructions so far
+    WaitQueue sleepers;                // nanosleep
+    Timing* timing = nullptr;          // the simulated clock, if there is one
+    bool leaves_out_products = false;  // of matrices: only time is asked for
 
     // What a check found that execution does not depend on: thrown, or collected. `text` makes the
     // message; `other` is the instruction besides the one that runs, if there is one; `fill` says
@@ -404,12 +409,21 @@ struct Machine {
     template <class Text, class Fill = void (*)(Finding&)>
     void find(FaultKind kind, Text text, Place other = {}, Fill fill = [](Finding&) {}) {
         static const char check = 0;  // one for each check, since each has a text of its own type
-        if (collects_findings && !findings.is_new(&check, place(), other)) return;
+        find_by(&check, kind, text, other, fill);
+    }
+    // The same, and of which check.
+    template <class Text, class Fill>
+    void find_by(const void* check, FaultKind kind, Text text, Place other, Fill fill) {
+        if (collects_findings && !findings.is_new(check, place(), other)) return;
         Finding finding;
         finding.kind = kind;
         finding.text = text();
         fill(finding);
         report(std::move(finding));
+    }
+    // Whether a check has found something at these two instructions.
+    bool has_found(const void* check, Place other) {
+        return findings.is_known(check, place(), other);
     }
     void report(Finding finding);
     // Work that completes later, at a moment that the seed chooses. Operations with the same

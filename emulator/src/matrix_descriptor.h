@@ -70,6 +70,7 @@ struct MatrixDescriptor {
         constexpr Swizzle codes[4] = {Swizzle::none, Swizzle::bytes128, Swizzle::bytes64,
                                       Swizzle::bytes32};
         descriptor.swizzle = codes[bits >> 62];
+        descriptor.check_base_offset(bits);
         return descriptor;
     }
 
@@ -101,6 +102,7 @@ struct MatrixDescriptor {
                      "tcgen05 matrix descriptor 0x%016llx: swizzle code %llu does not exist",
                      number, number >> 61);
         }
+        descriptor.check_base_offset(bits);
         return descriptor;
     }
 
@@ -133,13 +135,16 @@ struct MatrixDescriptor {
         return text;
     }
 
+    // It moves the pattern of a swizzle; without one it says nothing.
+    void check_base_offset(uint64_t bits) const {
+        if (swizzle == Swizzle::none || !((bits >> 49) & 0x7)) return;
+        fail(FaultKind::unsupported,
+             "matrix descriptor 0x%016llx: base offset (bits [51:49]) other than 0 is not emulated "
+             "with a swizzle",
+             static_cast<unsigned long long>(bits));
+    }
+
     static MatrixDescriptor common(uint64_t bits) {
-        if ((bits >> 49) & 0x7) {
-            fail(FaultKind::unsupported,
-                 "matrix descriptor 0x%016llx: base offset (bits [51:49]) other than 0 is not "
-                 "emulated",
-                 static_cast<unsigned long long>(bits));
-        }
         MatrixDescriptor descriptor;
         descriptor.start = uint32_t(bits & 0x3fff) << 4;
         descriptor.leading = uint32_t((bits >> 16) & 0x3fff) << 4;

@@ -37,10 +37,6 @@ struct Mbarrier {
     static std::string text_of(const std::vector<Event>& events);
 
     void init(uint32_t count, bool check_observation = true) {
-        if (valid) {
-            fail(FaultKind::barrier_misuse,
-                 "mbarrier.init of %s, which is in use: it needs mbarrier.inval first", label());
-        }
         if (count < 1 || count > max_count) {
             fail(FaultKind::barrier_misuse, "mbarrier.init with count %u, not 1..2^20-1", count);
         }
@@ -52,11 +48,6 @@ struct Mbarrier {
         events.clear();
         previous_events.clear();
         checks_observation = check_observation;
-    }
-
-    void invalidate() {
-        check("mbarrier.inval");
-        valid = false;
     }
 
     // True when this completed the phase, here and in all that change counts.

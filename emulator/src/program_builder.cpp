@@ -343,14 +343,17 @@ void ProgramBuilder::append(const Op& op, std::vector<Operand> operands,
     stored.num_operands = uint16_t(list.size());
     program_->infos.push_back({statement.line, statement.source});
     program_->costs.emplace_back();
-    program_->costs.back().is_pure = use == RegisterUse::copy;  // a decoder's own helper
+    program_->costs.back().is_pure = use <= RegisterUse::low_half;  // a decoder's own helper
     traffic_.push_back({use, reads, writes});
-    if (use == RegisterUse::select) {  // d, a, b, p
-        traffic_.back().reads.clear();
+    // All but the first operand: of select a, b, p, of pack and unpack the parts.
+    const auto in_order = [&](std::vector<int>& all) {
+        all.clear();
         for (size_t i = 1; i < list.size(); ++i)
-            traffic_.back().reads.push_back(list[i].base == Base::registers ? int(list[i].offset)
-                                                                            : -1);
-    }
+            all.push_back(list[i].base == Base::registers && !list[i].sink ? int(list[i].offset)
+                                                                           : -1);
+    };
+    if (use == RegisterUse::select || use == RegisterUse::pack) in_order(traffic_.back().reads);
+    if (use == RegisterUse::unpack) in_order(traffic_.back().writes);
     if (!statement.guard.empty()) {
         Operand guard = register_operand(statement.guard);
         stored.guard = statement.guard_negated ? Guard::if_false : Guard::if_true;
@@ -499,7 +502,8 @@ void ProgramBuilder::find_chains() {
             };
             for (int r : traffic.reads) needs(r);
             if (traffic.guard >= 0) needs(traffic.guard);
-            for (int r : traffic.writes) ready[r] = start + own;
+            for (int r : traffic.writes)
+                if (r >= 0) ready[r] = start + own;
             issued += own;
             longest = std::max(longest, start + own);
         }
@@ -525,7 +529,8 @@ void ProgramBuilder::find_unused() {
         const auto& writes = traffic_[i].writes;
         // Lanes meet by their mask, whoever reads what they exchange.
         return !costs[i].is_pure || writes.empty() || ops[i].meeting == Meeting::member_mask ||
-               std::any_of(writes.begin(), writes.end(), [&](int r) { return matters[size_t(r)]; });
+               std::any_of(writes.begin(), writes.end(),
+                           [&](int r) { return r >= 0 && matters[size_t(r)]; });
     };
     while (changed) {
         changed = false;

@@ -1,6 +1,7 @@
 #include "race_detector.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace deep_moe::emulator {
 
@@ -465,17 +466,19 @@ void RaceDetector::check_initialized(Warp& w, int lane, Cta& cta, const Mbarrier
         (order.initialized < c.synced || order.initializer_lane == lane))
         return;
     const Record init{order.initializer, order.initialized, uint32_t(order.initializer_lane), 0, 0};
-    auto find = [&](const char* how_it_is_used) {
-        machine_.find(FaultKind::race, [&] {
-            return "the mbarrier " + describe_shared(cta, barrier.address) +
-                   format(" of CTA %u is used", cta.index) + how_it_is_used +
-                   describe_warp(*cta.grid, agents_[order.initializer].number);
-        });
-    };
-    if (!covers(c.order(lane).view->seen, init))
-        find(", but no barrier orders this after its mbarrier.init by ");
-    if (&cta != w.cta && order.initialized >= order.initializer_clock->barrier_inits_fenced)
-        find(" by another CTA, but its initializer has not executed fence.mbarrier_init: ");
+    if (covers(c.order(lane).view->seen, init)) return;
+    machine_.find(FaultKind::race, [&] {
+        // A cluster barrier that does not release hands over what that fence covers, and no more.
+        const char* mend = "";
+        if (&cta != w.cta && order.initialized >= order.initializer_clock->barrier_inits_fenced)
+            mend =
+                ", which needs fence.mbarrier_init and a barrier of the cluster behind it, or "
+                "such a barrier that releases";
+        return "the mbarrier " + describe_shared(cta, barrier.address) +
+               format(" of CTA %u is used, but no barrier orders this after its mbarrier.init by ",
+                      cta.index) +
+               describe_warp(*cta.grid, agents_[order.initializer].number) + mend;
+    });
 }
 
 void RaceDetector::arrive(Warp& w, int lane, Cta& cta, const Mbarrier& barrier,
@@ -1068,18 +1071,29 @@ std::string RaceDetector::describe(const Record& record, bool is_write) const {
 
 void RaceDetector::report(const Record& old, bool old_is_write, const Record& record, bool is_write,
                           const Location& at) {
-    machine_.find(
-        FaultKind::race, [&] { return race_text(old, old_is_write, record, is_write, at); },
-        instruction_of(old),
-        [&](Finding& finding) {
-            finding.space = at.space == Space::local ? "tensor" : name_of(at.space);
-            finding.address = at.address;
-            finding.involved = {involved(old, old_is_write), involved(record, is_write)};
-        });
+    const bool same_value = old_is_write && is_write && store_.value &&
+                            !std::memcmp(store_.at, store_.value, store_.bytes);
+    const auto fill = [&](Finding& finding) {
+        finding.space = at.space == Space::local ? "tensor" : name_of(at.space);
+        finding.address = at.address;
+        finding.same_value = same_value;
+        finding.involved = {involved(old, old_is_write), involved(record, is_write)};
+    };
+    const Place other = instruction_of(old);
+    // What is known of a pair of lines says more than that both write one value there, too.
+    static const char conflict = 0, agreement = 0;
+    if (same_value && machine_.has_found(&conflict, other)) return;
+    machine_.find_by(
+        same_value ? &agreement : &conflict, FaultKind::race,
+        [&] {
+            return race_text(old, old_is_write, record, is_write, at,
+                             same_value ? ", but both write the same value" : "");
+        },
+        other, fill);
 }
 
 std::string RaceDetector::race_text(const Record& old, bool old_is_write, const Record& record,
-                                    bool is_write, const Location& at) const {
+                                    bool is_write, const Location& at, const char* more) const {
     std::string place;
     if (at.space == Space::global)
         place = describe_global(*at.cta->grid->rank, at.address);
@@ -1106,8 +1120,8 @@ std::string RaceDetector::race_text(const Record& old, bool old_is_write, const 
     } else if (!issue_ && old.agent() == record.agent()) {
         reason = "no bar.warp.sync orders the lanes";
     }
-    return "data race at " + place + ": " + reason + "\n  first: " + describe(old, old_is_write) +
-           "\n  then: " + describe(record, is_write);
+    return "data race at " + place + ": " + reason + more +
+           "\n  first: " + describe(old, old_is_write) + "\n  then: " + describe(record, is_write);
 }
 
 }  // namespace deep_moe::emulator

@@ -216,6 +216,13 @@ class RaceDetector {
     void global_access(Warp& w, uint64_t address, uint32_t bytes, Access access, int lane,
                        uint32_t flags = 0);
 
+    // What an ordinary store is about to write, and where: until `end_store` a race with another
+    // write can tell whether both write the same.
+    void begin_store(const std::byte* at, const std::byte* value, uint32_t bytes) {
+        store_ = {at, value, bytes};
+    }
+    void end_store() { store_ = {}; }
+
     // Two lanes have stored different values to one address by one instruction.
     void lanes_differ(Warp& w, Space space, uint64_t address, int first, int second);
 
@@ -248,6 +255,10 @@ class RaceDetector {
     void waited_for(Warp& w, uint32_t lanes, uint32_t agent, uint32_t moment);
 
  private:
+    struct Store {
+        const std::byte *at = nullptr, *value = nullptr;
+        uint32_t bytes = 0;
+    } store_;
     struct Agent {
         const Cta* cta;
         const Warp* warp;
@@ -307,7 +318,7 @@ class RaceDetector {
     Involved involved(const Record& record, bool is_write) const;
     std::string describe(const Record& record, bool is_write) const;
     std::string race_text(const Record& old, bool old_is_write, const Record& record, bool is_write,
-                          const Location& at) const;
+                          const Location& at, const char* more) const;
     void report(const Record& old, bool old_is_write, const Record& record, bool is_write,
                 const Location& at);
     Cell* page(uint64_t number);

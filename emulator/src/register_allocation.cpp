@@ -57,7 +57,8 @@ struct Accesses {
             for (int id : t.reads)
                 if (id >= 0) reads[i - begin].push_back(number(id));
             if (t.guard >= 0) reads[i - begin].push_back(number(t.guard));
-            for (int id : t.writes) writes[i - begin].push_back(number(id));
+            for (int id : t.writes)
+                if (id >= 0) writes[i - begin].push_back(number(id));
         }
     }
 };

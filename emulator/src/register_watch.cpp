@@ -33,10 +33,35 @@ constexpr std::string_view computing[] = {
     "set",  "slct", "sqrt",     "rcp",   "ex2",  "lg2",      "sin",        "cos",  "tanh",  "rsqrt",
     "dp4a", "dp2a", "copysign", "testp", "mapa", "isspacep", "getctarank",
 };
+// Those of `computing` whose halves do not mix if the type has two elements.
+constexpr std::string_view by_element[] = {
+    "add", "sub", "mul", "fma", "neg", "abs", "min", "max", "ex2", "tanh",
+};
 constexpr std::string_view bitwise[] = {
     "and", "or",  "xor",  "not", "cnot", "lop3",  "shl",   "shr",  "shf",  "prmt",
     "bfi", "bfe", "brev", "clz", "popc", "bfind", "szext", "bmsk", "shfl",
 };
+
+bool is_in_order(RegisterUse use) {
+    return use == RegisterUse::select || use == RegisterUse::pack || use == RegisterUse::unpack;
+}
+bool is_copy(RegisterUse use) {
+    return use <= RegisterUse::low_half;
+}
+
+Quarters all_quarters(uint32_t lanes) {
+    Quarters all;
+    all.fill(lanes);
+    return all;
+}
+uint32_t any(const Quarters& quarters) {
+    uint32_t lanes = 0;
+    for (uint32_t quarter : quarters) lanes |= quarter;
+    return lanes;
+}
+void join(Quarters& into, const Quarters& from) {
+    for (int q = 0; q < num_quarters; ++q) into[size_t(q)] |= from[size_t(q)];
+}
 
 bool starts_with(std::string_view text, std::string_view prefix) {
     return text.substr(0, prefix.size()) == prefix &&
@@ -46,6 +71,15 @@ bool starts_with(std::string_view text, std::string_view prefix) {
 template <size_t n>
 bool has(const std::string_view (&names)[n], std::string_view name) {
     return std::find(names, names + n, name) != names + n;
+}
+
+// cvt of an integer to half of its width, without saturation.
+bool takes_low_half(std::string_view mnemonic) {
+    for (std::string_view name : {"16.u32", "16.s32", "32.u64", "32.s64"})
+        if (mnemonic == std::string("cvt.u").append(name) ||
+            mnemonic == std::string("cvt.s").append(name))
+            return true;
+    return false;
 }
 
 class Check {
@@ -59,7 +93,7 @@ class Check {
 
     void before() {
         check_written();
-        if (check_.use == RegisterUse::copy) return;
+        if (is_copy(check_.use)) return;
         if (check_.use == RegisterUse::wgmma) return check_wgmma();
         for (uint32_t r : check_.reads) check_read(r);
         for (uint32_t r : check_.writes) check_write(r);
@@ -69,6 +103,9 @@ class Check {
         mark_written();
         switch (check_.use) {
             case RegisterUse::copy:
+            case RegisterUse::pack:
+            case RegisterUse::unpack:
+            case RegisterUse::low_half:
                 return copy();
             case RegisterUse::wgmma:
                 return issue_wgmma();
@@ -116,7 +153,11 @@ class Check {
     bool decides() const {
         switch (check_.use) {
             case RegisterUse::copy:
+            case RegisterUse::pack:
+            case RegisterUse::unpack:
+            case RegisterUse::low_half:
             case RegisterUse::compute:
+            case RegisterUse::compute_two:
             case RegisterUse::select:
             case RegisterUse::bits:
                 return false;
@@ -141,9 +182,9 @@ class Check {
     }
 
     void demand_written(uint32_t r) {
-        const uint32_t missing = state(r).unwritten & lanes_;
+        const uint32_t missing = any(state(r).unwritten) & lanes_;
         if (!missing) return;
-        state(r).unwritten &= ~lanes_;
+        for (uint32_t& quarter : state(r).unwritten) quarter &= ~lanes_;
         w_.machine->find(
             FaultKind::uninitialized,
             [&] {
@@ -154,21 +195,76 @@ class Check {
             {}, [](Finding& finding) { finding.space = "register"; });
     }
 
+    Quarters unwritten_of(uint32_t r) {
+        return r == RegisterCheck::unwatched ? Quarters{} : state(r).unwritten;
+    }
+
+    void mark(uint32_t r, const Quarters& unwritten) {
+        if (r == RegisterCheck::unwatched) return;
+        Quarters& own = state(r).unwritten;
+        for (size_t q = 0; q < own.size(); ++q)
+            own[q] = (own[q] & ~lanes_) | (unwritten[q] & lanes_);
+    }
+
     void mark_written() {
-        if (check_.writes.empty()) return;
-        uint32_t unwritten = 0;
-        if (check_.use == RegisterUse::select) {
-            const uint32_t p = w_.predicate(op_.operands[3]);
-            auto of = [&](size_t i) {
-                const uint32_t r = check_.reads[i];
-                return r == RegisterCheck::unwatched ? 0 : state(r).unwritten;
-            };
-            unwritten = (of(0) & p) | (of(1) & ~p) | of(2);
-        } else if (check_.use == RegisterUse::copy || check_.use == RegisterUse::compute) {
-            for (uint32_t r : check_.reads) unwritten |= state(r).unwritten;
+        const std::vector<uint32_t>&reads = check_.reads, &writes = check_.writes;
+        if (writes.empty()) return;
+        Quarters unwritten{};
+        switch (check_.use) {
+            case RegisterUse::select: {
+                const uint32_t p = w_.predicate(op_.operands[3]);
+                const Quarters a = unwritten_of(reads[0]), b = unwritten_of(reads[1]);
+                const uint32_t unknown = any(unwritten_of(reads[2]));
+                for (size_t q = 0; q < unwritten.size(); ++q)
+                    unwritten[q] = (a[q] & p) | (b[q] & ~p) | unknown;
+                break;
+            }
+            case RegisterUse::pack: {  // of two or four
+                const size_t n = reads.size();
+                for (size_t i = 0; i < num_quarters; ++i) {
+                    const Quarters part = unwritten_of(reads[i * n / num_quarters]);
+                    const size_t first = i * n % num_quarters;
+                    for (size_t q = first; q < std::min<size_t>(first + n, num_quarters); ++q)
+                        unwritten[i] |= part[q];
+                }
+                break;
+            }
+            case RegisterUse::unpack: {
+                const size_t n = writes.size();
+                const Quarters whole = unwritten_of(reads[0]);
+                for (size_t part = 0; part < n; ++part) {
+                    Quarters own;
+                    for (size_t q = 0; q < own.size(); ++q)
+                        own[q] = whole[(part * num_quarters + q) / n];
+                    mark(writes[part], own);
+                }
+                return;
+            }
+            case RegisterUse::low_half: {
+                const Quarters whole = reads.empty() ? Quarters{} : unwritten_of(reads[0]);
+                unwritten = {whole[0], whole[0], whole[1], whole[1]};
+                break;
+            }
+            case RegisterUse::copy:
+                for (uint32_t r : reads) join(unwritten, unwritten_of(r));
+                break;
+            case RegisterUse::compute: {
+                uint32_t lanes = 0;
+                for (uint32_t r : reads) lanes |= any(unwritten_of(r));
+                unwritten = all_quarters(lanes);
+                break;
+            }
+            case RegisterUse::compute_two:
+                for (uint32_t r : reads) {
+                    const Quarters own = unwritten_of(r);
+                    const uint32_t low = own[0] | own[1], high = own[2] | own[3];
+                    join(unwritten, {low, low, high, high});
+                }
+                break;
+            default:
+                break;
         }
-        for (uint32_t r : check_.writes)
-            state(r).unwritten = (state(r).unwritten & ~lanes_) | (unwritten & lanes_);
+        for (uint32_t r : writes) mark(r, unwritten);
     }
 
     // ---- asynchronous use
@@ -254,6 +350,7 @@ class Check {
         if (check_.writes.empty()) return;
         RegisterState merged;
         for (uint32_t r : check_.reads) {
+            if (r == RegisterCheck::unwatched) continue;
             const RegisterState& s = state(r);
             if (s.written_by > merged.written_by || s.loaded_by > merged.loaded_by)
                 merged.async_pc = s.async_pc;
@@ -263,6 +360,7 @@ class Check {
             if (s.write.fences > merged.write.fences) merged.write = s.write;
         }
         for (uint32_t r : check_.writes) {
+            if (r == RegisterCheck::unwatched) continue;
             merged.unwritten = state(r).unwritten;
             state(r) = merged;
         }
@@ -283,6 +381,9 @@ RegisterUse register_use(std::string_view mnemonic) {
     const std::string_view first = mnemonic.substr(0, mnemonic.find('.'));
     if (first == "mov") return RegisterUse::copy;
     if (first == "selp") return RegisterUse::select;
+    if (first == "cvt" && takes_low_half(mnemonic)) return RegisterUse::low_half;
+    if (has(by_element, first) && mnemonic.find("x2") != mnemonic.npos)
+        return RegisterUse::compute_two;
     if (has(computing, first)) return RegisterUse::compute;
     if (has(bitwise, first)) return RegisterUse::bits;
     return RegisterUse::decide;
@@ -322,12 +423,12 @@ std::shared_ptr<const RegisterPlan> watch_registers(std::vector<Op>& ops,
             }
         };
         for (const RegisterTraffic& t : traffic) {
-            if (t.use == RegisterUse::copy) {
+            if (is_copy(t.use)) {
                 pass(asynchronous, t.reads, t.writes);
                 pass(asynchronous, t.writes, t.reads);
             }
-            if (t.use == RegisterUse::copy || t.use == RegisterUse::compute ||
-                t.use == RegisterUse::select)
+            if (is_copy(t.use) || t.use == RegisterUse::compute ||
+                t.use == RegisterUse::compute_two || t.use == RegisterUse::select)
                 pass(unwritten, t.reads, t.writes);
         }
     }
@@ -351,16 +452,17 @@ std::shared_ptr<const RegisterPlan> watch_registers(std::vector<Op>& ops,
                 if (keeps_all || index != RegisterCheck::unwatched) to.push_back(index);
             }
         };
-        add(check.reads, t.reads, t.use == RegisterUse::select);
-        add(check.writes, t.writes, false);
+        add(check.reads, t.reads, is_in_order(t.use));
+        add(check.writes, t.writes, t.use == RegisterUse::unpack);
         if (t.guard >= 0) check.guard = watched[size_t(t.guard)];
         if (t.use == RegisterUse::wgmma) {
             for (int r : t.reads)
                 if (is_fragment(t, r)) check.fragments.push_back(watched[size_t(r)]);
         }
-        const bool touches = check.guard != RegisterCheck::unwatched || !check.writes.empty() ||
-                             std::any_of(check.reads.begin(), check.reads.end(),
-                                         [](uint32_t r) { return r != RegisterCheck::unwatched; });
+        const auto is_watched = [](uint32_t r) { return r != RegisterCheck::unwatched; };
+        const bool touches = is_watched(check.guard) ||
+                             std::any_of(check.writes.begin(), check.writes.end(), is_watched) ||
+                             std::any_of(check.reads.begin(), check.reads.end(), is_watched);
         if (!touches && t.use < RegisterUse::wgmma) continue;
         plan->check_of_op[i] = uint32_t(plan->checks.size());
         plan->checks.push_back(std::move(check));
@@ -371,7 +473,7 @@ std::shared_ptr<const RegisterPlan> watch_registers(std::vector<Op>& ops,
 
 RegisterWatch::RegisterWatch(const RegisterPlan& plan) : states(plan.registers.size()) {
     for (size_t r = 0; r < states.size(); ++r)
-        states[r].unwritten = plan.registers[r].starts_unwritten ? full_mask : 0;
+        states[r].unwritten = all_quarters(plan.registers[r].starts_unwritten ? full_mask : 0);
 }
 
 static const RegisterCheck& check_at(const Warp& w) {

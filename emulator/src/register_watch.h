@@ -7,7 +7,8 @@
 // when the value decides something: as an address, a predicate, a stored value, an operand of
 // anything but moves and arithmetic. What comes out of bitwise instructions counts as written,
 // because they often put whole words together from parts, and so does what another lane's shuffle
-// brings.
+// brings. It is known per quarter of a register: of a pair packed from a written and an unwritten
+// half, the written one may be used.
 //
 // Asynchronous: the accumulators and A fragments of a wgmma until wgmma.wait_group has waited for
 // its group; with Machine::strict_tcgen05 also what a tcgen05.ld brings until tcgen05.wait::ld,
@@ -16,6 +17,7 @@
 // count as accesses: what they copy stays as it is.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -28,7 +30,11 @@ namespace deep_moe::emulator {
 
 enum class RegisterUse : uint8_t {
     copy,         // mov
+    pack,         // mov of a vector into one register
+    unpack,       // mov of one register into a vector
+    low_half,     // the low half of a register, in one of half the width
     compute,      // the result is unwritten where an input is
+    compute_two,  // the same of each half
     select,       // selp: only the chosen input counts
     bits,         // the result counts as written
     decide,       // every input must have been written
@@ -45,7 +51,9 @@ RegisterUse register_use(std::string_view mnemonic);
 // What an instruction does with virtual registers, by number.
 struct RegisterTraffic {
     RegisterUse use = RegisterUse::decide;
-    std::vector<int> reads, writes;  // select: reads are a, b and the predicate, -1 for constants
+    // In the order of the operands, -1 for constants and what is thrown away, of select (a, b and
+    // the predicate), pack and unpack.
+    std::vector<int> reads, writes;
     int guard = -1;
 };
 
@@ -55,7 +63,7 @@ struct RegisterCheck {
     Body body = nullptr;  // the instruction's own
     RegisterUse use = RegisterUse::decide;
     uint32_t guard = unwatched;
-    std::vector<uint32_t> reads, writes;  // select: as above, unwatched ones included
+    std::vector<uint32_t> reads, writes;  // in order: as above, unwatched ones included
     std::vector<uint32_t> fragments;      // wgmma: those of the reads that are A
 };
 
@@ -77,8 +85,11 @@ std::shared_ptr<const RegisterPlan> watch_registers(std::vector<Op>& ops,
                                                     const std::vector<uint8_t>& bits,
                                                     const std::vector<std::string>& names);
 
+constexpr int num_quarters = 4;
+using Quarters = std::array<uint32_t, num_quarters>;  // lanes, by quarter from the low end
+
 struct RegisterState {
-    uint32_t unwritten = 0;   // lanes
+    Quarters unwritten = {};
     uint32_t written_by = 0;  // group of wgmmas that writes it, counted from 1
     uint32_t read_by = 0;     // the same, reads
     uint32_t loaded_by = 0;   // tcgen05.ld, counted from 1

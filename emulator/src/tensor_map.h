@@ -108,8 +108,15 @@ struct TensorMap {
         constexpr uint8_t bits[16] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4, 4, 6};
         return bits[data_type];
     }
+    // tile::gather4 and tile::scatter4: coordinates 1 to 4 are rows, and a box has one of them.
+    bool picks_rows = false;
+    static constexpr int num_picked_rows = 4;
+    // How many coordinates an instruction has.
+    int num_coordinates() const { return picks_rows ? 1 + num_picked_rows : rank; }
+
     // Elements of box dimension `i` that are copied.
     uint32_t box_count(int i) const {
+        if (picks_rows && i == 1) return num_picked_rows;
         return (box[i] + element_strides[i] - 1) / element_strides[i];
     }
     uint32_t num_box_rows() const {
@@ -173,7 +180,7 @@ struct TensorMap {
         if (is_padded())
             fail(FaultKind::invalid_operation,
                  "tensor store with data type %u, which can only be loaded", data_type);
-        for (int i = 0; i < rank; ++i) {
+        for (int i = 0; i < num_coordinates(); ++i) {
             if (coordinates[i] < 0) {
                 fail(FaultKind::invalid_operation, "tensor store: coordinate %d is negative (%d)",
                      i, coordinates[i]);
@@ -324,8 +331,9 @@ struct TensorMap {
             bool inside = true;
             uint64_t row_address = address;
             for (int i = 1; i < rank; ++i) {
-                const int64_t at =
-                    int64_t(coordinates[i]) + int64_t(position[i]) * element_strides[i];
+                const int64_t at = picks_rows ? coordinates[1 + position[i]]
+                                              : int64_t(coordinates[i]) +
+                                                    int64_t(position[i]) * element_strides[i];
                 if (at < 0 || uint64_t(at) >= dims[i]) inside = false;
                 row_address += uint64_t(at) * strides[i];
             }

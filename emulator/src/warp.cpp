@@ -53,6 +53,17 @@ std::byte* Cta::shared_at(uint32_t offset, uint32_t bytes, Access access, const 
     return shared + offset;
 }
 
+uint64_t Warp::shared_address(uint64_t address) const {
+    if ((address & window_mask) != shared_window) return address;
+    machine->find(FaultKind::invalid_operation, [&] {
+        return format(
+            "0x%llx is a generic address, but the instruction says .shared: "
+            "__cvta_generic_to_shared (cvta.to.shared) makes the address that it needs",
+            (unsigned long long)address);
+    });
+    return address & ~window_mask;
+}
+
 std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access access, int lane) {
     try {
         if (space == Space::generic) {
@@ -67,6 +78,8 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
                 space = Space::global;
             }
         }
+        if (space == Space::shared || space == Space::shared_cluster)
+            address = shared_address(address);
         // Vectors wider than 16 bytes are aligned like the rest: to their size.
         if (address & (bytes - 1)) {
             throw Fault(FaultKind::misaligned,

@@ -2,7 +2,10 @@
 // stmatrix and mma.sync.
 #pragma once
 
+#include <bit>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "operand_panel.h"
 #include "wgmma.h"
@@ -23,6 +26,11 @@ inline MatrixRow matrix_row_b16(uint32_t t, uint32_t j, uint32_t h, bool transpo
 // The same for byte `e` of register `j` in stmatrix.m16n8.trans.b8.
 inline MatrixRow matrix_row_b8(uint32_t t, uint32_t j, uint32_t e) {
     return {8 * j + 2 * (t % 4) + (e & 1), t / 4 + 8 * (e >> 1)};
+}
+
+// The same for ldmatrix.m16n16.trans.b8, two registers a matrix of 16 rows.
+inline MatrixRow matrix_row_b8_square(uint32_t t, uint32_t j, uint32_t e) {
+    return {16 * (j / 2) + 4 * (t % 4) + e, t / 4 + 8 * (j % 2)};
 }
 
 // mma.sync.m16n8kK with A row-major and B column-major: D (4 registers, or 2 with F16 results) = A
@@ -133,6 +141,90 @@ struct WarpMma {
         } else {
             d[index][lane] = cut_to_f32(sum, 23);
         }
+    }
+};
+
+// The same of FP4, FP6 and FP8 with scales for parts of rows, as sm_120 has it: exact products, one
+// sum, rounded once. Elements of less than 8 bits lie in bytes (FP4 in the middle four bits), but
+// of FP4 alone with K = 64 eight share a register.
+struct ScaledWarpMma {
+    Element a_type = Element::e4m3, b_type = Element::e4m3;
+    uint32_t k = 32, num_scales = 0;
+    bool scales_are_ue4m3 = false;
+    // One register a lane, of which some lanes' count: of A those of `thread` 0 (lanes 0 and 1 of
+    // each four) or 1 (lanes 2 and 3), the first for row t/4 and the second for the row 8 below; of
+    // B lane `thread` of each four. `byte`: the first of those that hold a row's scales.
+    struct Scales {
+        const uint32_t* words = nullptr;
+        uint32_t byte = 0, thread = 0;
+    } a_scales, b_scales;
+
+    void run(const uint32_t* const* a, const uint32_t* const* b, const uint32_t* const* c,
+             uint32_t (*d)[32], Panels& panels) const {
+        panels.resize(16, 8, k);
+        const uint32_t per_register = k / 8;
+        for (uint32_t t = 0; t < 32; ++t) {
+            for (uint32_t r = 0; r < 4; ++r) {
+                for (uint32_t e = 0; e < per_register; ++e) {
+                    const FragmentElement at = a_element(t, r, e, per_register);
+                    panels.a[at.row * k + at.column] =
+                        value(a_type, a[r][t], e) * scale(a_row_scales(at.row), at.column);
+                }
+            }
+            for (uint32_t r = 0; r < 2; ++r) {
+                for (uint32_t e = 0; e < per_register; ++e) {
+                    const uint32_t row = per_register * (t % 4) + e + 4 * per_register * r;
+                    panels.b[row * panels.pitch + t / 4] =
+                        value(b_type, b[r][t], e) * scale(b_column_scales(t / 4), row);
+                }
+            }
+        }
+        for (uint32_t first_row = 0; first_row < 16; first_row += row_block) {
+            panels.multiply(first_row, k);
+            for (uint32_t row = first_row; row < first_row + row_block; ++row) {
+                for (uint32_t column = 0; column < 8; ++column) {
+                    const double product =
+                        panels.product[(row - first_row) * panels.pitch + column];
+                    const uint32_t lane = row % 8 * 4 + column / 2,
+                                   index = column % 2 + 2 * (row / 8);
+                    const double sum = product + double(std::bit_cast<float>(c[index][lane]));
+                    d[index][lane] =
+                        std::isnan(sum) ? 0x7fffffffu : std::bit_cast<uint32_t>(float(sum));
+                }
+            }
+        }
+    }
+
+ private:
+    double value(Element element, uint32_t word, uint32_t e) const {
+        if (k == 64) return decode_table(Element::e2m1)[word >> 4 * e & 0xf];
+        const uint32_t byte = word >> 8 * e & 0xff;
+        switch (element) {
+            case Element::e2m1:
+                return decode_table(element)[byte >> 2 & 0xf];
+            case Element::e2m3:
+            case Element::e3m2:
+                return decode_table(element)[byte & 0x3f];
+            default:
+                return decode_table(element)[byte];
+        }
+    }
+
+    uint32_t a_row_scales(uint32_t row) const {
+        if (!num_scales) return 0;
+        return a_scales.words[row % 8 * 4 + 2 * a_scales.thread + row / 8] >> 8 * a_scales.byte;
+    }
+    uint32_t b_column_scales(uint32_t column) const {
+        if (!num_scales) return 0;
+        return b_scales.words[column * 4 + b_scales.thread] >> 8 * b_scales.byte;
+    }
+
+    double scale(uint32_t scales, uint32_t k_index) const {
+        if (!num_scales) return 1;
+        const auto code = uint8_t(scales >> 8 * (k_index / (k / num_scales)));
+        if (!scales_are_ue4m3) return ue8m0_to_double(code);
+        static const DecodeTable ue4m3 = make_decode_table(ue4m3_format);
+        return code & 0x80 ? std::numeric_limits<double>::quiet_NaN() : ue4m3[code];
     }
 };
 

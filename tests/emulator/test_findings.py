@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from deep_moe.emulator import EmulatorError, LaunchError, Machine, RaceDetected, Uninitialized
+from deep_moe.emulator.cuda.causes import group_findings
 
 from .device import PRELUDE, ptx_of
 from .raw_ptx import run_body
@@ -126,3 +127,62 @@ def test_the_first_finding_ends_a_run_by_default():
 def test_without_checks_nothing_is_found():
     machine, _ = run(checks=False, stop_at_findings=False)
     assert machine.findings == []
+
+
+STORES = """
+KERNEL()(u32* data, u32 difference) {
+    data[0] = 5 + (threadIdx.x / 32) * difference;
+}
+"""
+
+
+@pytest.mark.parametrize(("difference", "severity"), [(0, "warning"), (1, "error")])
+def test_writes_of_one_value_are_graver_if_it_is_not_one(difference, severity):
+    machine = Machine(stop_at_findings=False)
+    data = np.zeros(1, np.uint32)
+    machine.add_array(data, "data")
+    module = machine.load(ptx_of(STORES, "sm_90a"))
+    machine.launch(module, grid=(1, 1, 1), block=(64, 1, 1), args=[data, difference])
+    machine.run()
+    (race,) = machine.findings
+    assert (race.kind, race.same_value) == ("race", severity == "warning")
+    assert ("both write the same value" in str(race)) == race.same_value
+    (cause,) = group_findings([(race, "launch")])
+    assert cause.severity == severity
+
+
+def test_a_cause_is_as_grave_as_its_gravest_finding():
+    found = []
+    for difference in (0, 1, 0):
+        machine = Machine(stop_at_findings=False)
+        data = np.zeros(1, np.uint32)
+        machine.add_array(data, "data")
+        module = machine.load(ptx_of(STORES, "sm_90a"))
+        machine.launch(module, grid=(1, 1, 1), block=(64, 1, 1), args=[data, difference])
+        machine.run()
+        found += [(finding, f"launch {difference}") for finding in machine.findings]
+    (cause,) = group_findings(found)
+    assert (cause.severity, cause.count, cause.launch) == ("error", 3, "launch 1")
+    assert not cause.finding.same_value
+
+
+INSTANCES = """
+template <int n> __global__ void both(u32* data) {
+    data[0] = threadIdx.x + n;
+}
+template __global__ void both<1>(u32*);
+template __global__ void both<2>(u32*);
+"""
+
+
+def test_instances_of_a_template_have_their_causes_in_common():
+    machine = Machine(stop_at_findings=False)
+    data = np.zeros(1, np.uint32)
+    machine.add_array(data, "data")
+    module = machine.load(ptx_of(INSTANCES, "sm_90a"))
+    assert len(module.kernels) == 2
+    for kernel in module.kernels:
+        machine.launch(module, kernel, grid=(2, 1, 1), block=(1, 1, 1), args=[data])
+        machine.run()
+        data[0] = 99
+    assert [finding.kind for finding in machine.findings] == ["race"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
 from deep_moe.emulator import LaunchError, Machine, Misaligned, OutOfBounds, Uninitialized
 
-from .device import aligned, run_kernel
+from .device import aligned, ptx_of, run_kernel
 from .raw_ptx import entry, run_body
 
 
@@ -215,3 +218,55 @@ def test_memory_must_not_overlap_and_can_be_removed():
     machine.add_memory(0, address + 20, 8, "second")
     with pytest.raises(LaunchError, match="no memory region"):
         machine.remove_memory(0, address + 16)
+
+
+VARIABLES = """
+__device__ u32 counts[4];
+__constant__ float factor;
+KERNEL()(u32* out) {
+    counts[threadIdx.x] += threadIdx.x;
+    out[threadIdx.x] = u32(factor * 10);
+}
+"""
+
+
+def test_the_host_reads_and_writes_module_variables():
+    machine = Machine()
+    out = np.zeros(4, np.uint32)
+    machine.add_array(out, "out")
+    module = machine.load(ptx_of(VARIABLES, "sm_90a"))
+    counts = machine.variable(module, "counts").view(np.uint32)
+    counts[:] = 100
+    machine.variable(module, "factor").view(np.float32)[0] = 0.5
+    machine.launch(module, grid=(1, 1, 1), block=(4, 1, 1), args=[out])
+    machine.run()
+    assert counts.tolist() == [100, 101, 102, 103]
+    assert out.tolist() == [5] * 4
+    # Each rank has its own.
+    assert machine.variable(module, "counts", rank=1).tolist() == [0] * 16
+    with pytest.raises(LaunchError, match="has no variable 'sums'"):
+        machine.variable(module, "sums")
+    with pytest.raises(LaunchError, match="belongs to another machine"):
+        Machine().variable(module, "counts")
+
+
+def test_a_variable_outlives_the_machine_variable():
+    machine = Machine()
+    values = machine.variable(machine.load(ptx_of(VARIABLES, "sm_90a")), "counts")
+    del machine
+    gc.collect()
+    values[:] = 3
+    assert values.sum() == 48
+
+
+def test_arrays_live_as_long_as_they_are_registered():
+    machine = Machine()
+    array = np.zeros(64, np.uint32)
+    known, address = weakref.ref(array), array.ctypes.data
+    machine.add_array(array, "array")
+    del array
+    gc.collect()
+    assert known() is not None
+    machine.remove_memory(0, address)
+    gc.collect()
+    assert known() is None

@@ -202,3 +202,27 @@ def test_registers_of_a_launch() -> None:
         machine.run()
     with pytest.raises(LaunchError, match="registers must be 1 to 255, not 256"):
         launch(256)
+
+
+GENERIC = """
+KERNEL()(u32* out) {
+    u32* words = (u32*)dynamic_shared;
+    asm volatile("st.shared.u32 [%0], %1;" :: "l"(words + threadIdx.x), "r"(threadIdx.x)
+        : "memory");
+    if (threadIdx.x == 0)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "l"(words + 64) : "memory");
+    out[threadIdx.x] = words[threadIdx.x];
+}
+"""
+
+
+def test_a_run_can_go_on_behind_generic_addresses_of_shared_memory() -> None:
+    out = np.full(32, 99, np.uint32)
+    machine = Machine(stop_at_findings=False)
+    machine.add_array(out, "out")
+    module = machine.load(ptx_of(GENERIC, "sm_90a"))
+    machine.launch(module, grid=(1, 1, 1), block=(32, 1, 1), shared_bytes=1024, args=[out])
+    machine.run()
+    assert (out == np.arange(32)).all()
+    assert [finding.error for finding in machine.findings] == [InvalidOperation] * 2
+    assert "__cvta_generic_to_shared" in str(machine.findings[0])

@@ -61,6 +61,38 @@ def test_an_unwritten_register_that_decides_nothing_is_none_of_our_business(body
     run(body)
 
 
+# One half of %rd1 or %r1 was written, the other was not.
+HALVES = {
+    "low of 64": "mov.b64 %rd1, {%r0, %r9}; mov.b64 {%r1, %r2}, %rd1;",
+    "high of 64": "mov.b64 %rd1, {%r9, %r0}; mov.b64 {%r2, %r1}, %rd1;",
+    "cvt": "mov.b64 %rd1, {%r0, %r9}; cvt.u32.u64 %r1, %rd1; mov.b64 {_, %r2}, %rd1;",
+    "a copy": "mov.b64 %rd2, {%r0, %r9}; mov.b64 %rd1, %rd2; mov.b64 {%r1, %r2}, %rd1;",
+    "f32x2": "mov.b64 %rd2, {%r0, %r9}; add.rn.f32x2 %rd1, %rd2, %rd2;"
+    " mov.b64 {%r1, %r2}, %rd1; mov.u32 %r1, %r0;",
+    "quarters": "cvt.u16.u32 %h1, %r0; mov.b64 %rd1, {%h1, %h9, %h1, %h9};"
+    " mov.b64 {%r1, %r2}, %rd1; mov.b32 {%h2, %h3}, %r1; cvt.u32.u16 %r1, %h2;",
+    "halves of 32": "cvt.u16.u32 %h1, %r0; mov.b32 %r3, {%h9, %h1}; mov.b32 {_, %h2}, %r3;"
+    " cvt.u32.u16 %r1, %h2; mov.b32 {%h4, _}, %r3; cvt.u32.u16 %r2, %h4;",
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_of_a_half_written_register_the_written_half_may_be_used(name: str) -> None:
+    assert (run(HALVES[name] + "st.global.u32 [%rd0], %r1;") == np.arange(32)).all()
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_of_a_half_written_register_the_other_half_is_found(name: str) -> None:
+    with pytest.raises(Uninitialized, match=r"register %r2 is used"):
+        run(HALVES[name] + "st.global.u32 [%rd0], %r2;")
+
+
+@pytest.mark.parametrize("name", ["low of 64", "high of 64", "a copy", "f32x2", "quarters"])
+def test_a_half_written_register_cannot_be_stored_whole(name: str) -> None:
+    with pytest.raises(Uninitialized, match=r"register %rd1 is used"):
+        run(HALVES[name] + "st.global.b64 [%p0], %rd1;")
+
+
 # ---- wgmma: D[64][8] += A[64][32] x B[8][32], A in registers, B of zeros
 
 WGMMA_BEGIN = """

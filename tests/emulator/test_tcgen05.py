@@ -486,3 +486,52 @@ def test_strict_commit_wants_a_generic_address():
     source = COMMIT.replace("ADDRESS", "u64(at)")
     with pytest.raises(InvalidOperation, match="does not lead to shared memory"):
         run_kernel(source, np.zeros(32, np.uint32), threads=32, strict_tcgen05=True)
+
+
+DEALLOC = """
+KERNEL()(u32* out) {
+    u32 base = shared_address(dynamic_shared);
+    ((u32*)dynamic_shared)[256 + threadIdx.x] = threadIdx.x;
+    for (u32 i = 0; i < 256; ++i) ((u32*)dynamic_shared)[256 + 32 * i + threadIdx.x] = i;
+    fence_async();
+    if (threadIdx.x == 0) init_barrier(base, 1);
+    asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], 32;"
+        :: "r"(base + 8) : "memory");
+    __syncwarp();
+    u32 tmem = ((u32*)dynamic_shared)[2];
+    if (threadIdx.x == 0) {
+        COPY
+        asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];"
+            :: "r"(base) : "memory");
+    }
+    __syncwarp();
+    asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, 32;" :: "r"(tmem));
+    wait(base, 0);
+    out[threadIdx.x] = 7;
+}
+"""
+COPY = """asm volatile("tcgen05.cp.cta_group::1.128x256b [%0], %1;" :: "r"(tmem),
+    "l"(0x0000400800800000ull | (((base + 1024) & 0x3FFFF) >> 4)) : "memory");"""
+
+
+def run_dealloc(copy: str, seed: int) -> tuple[Machine, np.ndarray]:
+    out = np.zeros(32, np.uint32)
+    machine = Machine(seed=seed, stop_at_findings=False, schedule="late_copies")
+    machine.add_array(out, "out")
+    module = machine.load(ptx_of(DEALLOC.replace("COPY", copy), "sm_100a"))
+    machine.launch(module, grid=(1, 1, 1), block=(32, 1, 1), shared_bytes=64 * 1024, args=[out])
+    machine.run()
+    return machine, out
+
+
+def test_an_arrival_on_its_way_does_not_use_tensor_memory() -> None:
+    machine, out = run_dealloc("", 0)
+    assert not machine.findings
+    assert (out == 7).all()
+
+
+def test_a_run_can_go_on_behind_memory_that_is_given_back_too_early() -> None:
+    machine, out = run_dealloc(COPY, 0)
+    assert [finding.error for finding in machine.findings] == [InvalidOperation]
+    assert "dealloc while 1 tcgen05 operation(s) are in flight" in str(machine.findings[0])
+    assert (out == 7).all()

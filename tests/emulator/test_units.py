@@ -229,11 +229,19 @@ def test_high_words_of_usual_descriptors(units):
     assert matrix_address(units, bits, 90, 3, 1) == 0x2000 + 3 * 128 + (16 ^ 3 * 16)
 
 
+@pytest.mark.parametrize(("constant", "sm"), [(0, 90), (1 << 46, 100)])
+def test_without_a_swizzle_the_base_offset_says_nothing(units, constant, sm):
+    bits = constant | 0x0000_0010_0008_0000 | (0x2000 >> 4)
+    assert matrix_address(units, bits | 5 << 49, sm, 9, 1) == matrix_address(units, bits, sm, 9, 1)
+    assert matrix_address(units, bits | 5 << 49, sm, 9, 1) == 0x2000 + 0x100 + 16 + 0x80
+
+
 @pytest.mark.parametrize(
     ("bits", "sm", "text"),
     [
         (3 << 61 | 1 << 46, 100, "swizzle code 3"),
-        (1 << 49 | 1 << 46, 100, "base offset"),
+        (1 << 49 | 1 << 46 | 2 << 61, 100, "base offset"),
+        (1 << 49 | 1 << 62, 90, "base offset"),
     ],
 )
 def test_invalid_matrix_descriptors_are_named(units, bits, sm, text):

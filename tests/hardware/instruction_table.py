@@ -21,6 +21,26 @@ column says whether `tests/hardware/` repeats it with the results of an H200, or
 """
 
 
+# Of PTX ISA 9, in the words of its chapters.
+FOOTER = """
+## What is refused
+
+A module that has one of these does not load; the error names the line.
+
+| instruction | what of it |
+|---|---|
+| `cp.async.bulk.tensor` | `.im2col` and its kinds |
+| `cvt` | `.rs`, stochastic rounding |
+| `mma`, `wgmma.mma_async`, `tcgen05.mma` | sparse matrices (`.sp`) |
+| `mma` | m8n8k4 of halves, elements of one and four bits (`.b1`, `.u4`, `.s4`) |
+| `multimem.*` | all |
+| `st.async`, `red.async` | to global memory (`.mmio`) |
+| `tcgen05.mma` | `.ws`, K = 96 |
+| `tex`, `tld4`, `txq`, `istypep`, `suld`, `sust`, `sured`, `suq` | textures and surfaces |
+| `vadd`, `vsub`, `vabsdiff`, `vmin`, `vmax`, `vshl`, `vshr`, `vmad`, `vset` | scalar video instructions |
+"""
+
+
 def instruction_table() -> str:
     names = supported_instructions()
     executed = covered(all_cases().values(), names)
@@ -31,7 +51,7 @@ def instruction_table() -> str:
             f"| `{name}` | {summary} | {'yes' if name in executed else reason_left_out(name)} |\n"
         )
 
-    return HEADER + "".join(map(row, sorted(names)))
+    return HEADER + "".join(map(row, sorted(names))) + FOOTER
 
 
 if __name__ == "__main__":

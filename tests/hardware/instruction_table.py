@@ -37,7 +37,7 @@ A module that has one of these does not load; the error names the line.
 | `st.async`, `red.async` | to global memory (`.mmio`) |
 | `tcgen05.mma` | `.ws`, K = 96 |
 | `tex`, `tld4`, `txq`, `istypep`, `suld`, `sust`, `sured`, `suq` | textures and surfaces |
-| `vadd`, `vsub`, `vabsdiff`, `vmin`, `vmax`, `vshl`, `vshr`, `vmad`, `vset` | scalar video instructions |
+| `vadd`, `vsub`, `vabsdiff`, `vmin`, `vmax`, `vshl`, `vshr`, `vmad`, `vset` | of one value |
 """
 
 

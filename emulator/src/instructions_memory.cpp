@@ -85,6 +85,71 @@ inline std::byte* fast_resolve(Warp& w, Space space, uint64_t address, uint32_t 
     return w.resolve(space, address, bytes, access, lane);
 }
 
+// Where the lanes' accesses of `bytes` each lie one behind the other.
+struct Row {
+    std::byte* at = nullptr;  // on the host; null: they do not, or something is to be looked at
+    Space space = Space::global;
+    uint64_t address = 0;
+    bool is_watched = true;  // by the race detector
+};
+
+// The row of a plain access of the whole warp, whose checks that lanes share are done: a region
+// that has all of it, shared memory that is written and holds no mbarrier.
+Row find_row(Warp& w, const Operand& operand, Space space, uint32_t bytes, Access access) {
+    if (w.exec != full_mask || bytes % 4 || space == Space::local) return {};
+    const uint64_t first = w.address(operand, 0);
+    if (first & (bytes - 1)) return {};
+    const auto is_row = [&](const auto* addresses) {
+        using A = std::remove_cvref_t<decltype(*addresses)>;
+        A differences = 0;
+        for (int i = 0; i < warp_size; ++i)
+            differences |= addresses[i] ^ A(addresses[0] + A(i) * bytes);
+        return differences == 0;
+    };
+    const std::byte* addresses = w.data(operand);
+    const bool in_row = operand.bits == 64 ? is_row(reinterpret_cast<const uint64_t*>(addresses))
+                                           : is_row(reinterpret_cast<const uint32_t*>(addresses));
+    if (!in_row) return {};
+    const uint32_t total = bytes * warp_size;
+    uint64_t window = space == Space::generic ? first & window_mask : 0;
+    if (space == Space::shared || space == Space::shared_cluster) window = shared_window;
+    if (window == shared_window) {
+        const uint64_t address = space == Space::generic ? first & ~window_mask : first;
+        const uint32_t offset = uint32_t(address) & shared_offset_mask;
+        Cta& cta = *w.cta;
+        if (address >> shared_rank_shift != cta.cluster_rank || offset < w.program->shared_begin ||
+            offset >= cta.shared_end || total > cta.shared_end - offset)
+            return {};
+        uint8_t* shadow = cta.shadow.data() + offset;
+        if (access == Access::write) {
+            if (std::memchr(shadow, 2, total)) return {};
+            std::memset(shadow, 1, total);
+        } else {
+            constexpr uint64_t all_written = 0x0101010101010101ull;
+            uint64_t differences = 0;
+            for (uint32_t i = 0; i < total; i += 8) {
+                uint64_t state;
+                std::memcpy(&state, shadow + i, 8);
+                differences |= state ^ all_written;
+            }
+            if (differences) return {};
+        }
+        return {cta.shared + offset, Space::shared, offset};
+    }
+    if (window) return {};
+    const RegionTable& table = w.grid->rank->memory;
+    if (w.last_region_version != table.version() || !w.last_region ||
+        first - w.last_region->address >= w.last_region->size) {
+        w.last_region = table.find(first);
+        w.last_region_version = table.version();
+    }
+    const Region* r = w.last_region;
+    if (!r || r->mirror || total > r->size - (first - r->address) ||
+        (access == Access::write && !r->writable))
+        return {};
+    return {r->host(first), Space::global, first, r->writable};
+}
+
 template <class T>
 T load_value(const std::byte* from, bool is_strong) {
     T value;
@@ -116,6 +181,21 @@ Flow load(Warp& w, const Op& op) {
             T value = load_value<T>(from + k * sizeof(T), is_strong);
             auto d = w.out<T>(op.operands[k]);
             w.for_each_lane([&](int i) { d.set(i, value); });
+        }
+    } else if (const Row row = is_strong || op.aux & noncoherent
+                                   ? Row{}
+                                   : find_row(w, address, space, sizeof(T) * N, Access::read);
+               row.at) {
+        if (w.machine->races && row.is_watched)
+            w.machine->races->row_access(w, row.space, row.address, sizeof(T) * N);
+        for (int k = 0; k < N; ++k) {
+            auto d = w.out<T>(op.operands[k]);
+            const std::byte* from = row.at + k * sizeof(T);
+            for (int i = 0; i < warp_size; ++i, from += sizeof(T) * N) {
+                T value;
+                std::memcpy(&value, from, sizeof value);
+                d.set(i, value);
+            }
         }
     } else {
         T values[N][warp_size];
@@ -170,6 +250,24 @@ Flow store(Warp& w, const Op& op) {
     Space space = Space(op.aux & space_bits);
     const Operand& address = op.operands[0];
     bool is_strong = op.aux & strong, changed = false;
+    if (const Row row =
+            is_strong ? Row{} : find_row(w, address, space, sizeof(T) * N, Access::write);
+        row.at) {
+        T values[warp_size][N];
+        for (int k = 0; k < N; ++k) {
+            auto v = w.in<T>(op.operands[k + 1]);
+            for (int i = 0; i < warp_size; ++i) values[i][k] = v[i];
+        }
+        if (w.machine->races) {
+            w.machine->races->row_access(w, row.space, row.address, sizeof(T) * N, row.at,
+                                         reinterpret_cast<const std::byte*>(values));
+        }
+        if (std::memcmp(row.at, values, sizeof values)) {
+            std::memcpy(row.at, values, sizeof values);
+            w.machine->note_progress();
+        }
+        return Flow::next;
+    }
     std::byte* places[warp_size];
     w.for_each_lane([&](int i) {
         std::byte* to =

@@ -816,6 +816,70 @@ void RaceDetector::global_access(Warp& w, uint64_t address, uint32_t bytes, Acce
                 {Space::global, address, w.cta});
 }
 
+void RaceDetector::row_access(Warp& w, Space space, uint64_t address, uint32_t bytes,
+                              const std::byte* at, const std::byte* values) {
+    const bool in_shared = space == Space::shared, is_write = values;
+    if (!in_shared && !watches_global_) return;
+    WarpClock& c = *w.clock;
+    c.active = full_mask;
+    const Record first{c.agent, c.now, 0, 0, site_of(w)};
+    // As a rule all lanes know the same, and the cells' past is what one clock covers: then lanes
+    // need not be told apart.
+    const Clock* seen = c.orders.size() == 1 ? &c.orders[0].view->seen : nullptr;
+    uint32_t agent = 0, moment = 0;  // the last one asked for
+    const auto is_before = [&](uint64_t bits, uint64_t own) {
+        if (uint32_t(bits ^ own) >> 4 == 0) return true;  // of the same lane
+        const Record record{bits, 0};
+        if (record.agent() != agent) {
+            agent = record.agent();
+            moment = agent == c.agent ? c.synced - 1 : seen->at(agent);
+        }
+        return record.moment() <= moment;
+    };
+    const uint32_t num_cells = bytes / 4;
+    Cell* cells = in_shared ? shared_cells(*w.cta) + address / 4 : nullptr;
+    uint64_t in_page = 0;  // cells that are left
+    for (uint32_t lane = 0; lane < warp_size; ++lane) {
+        if (!in_shared && !in_page) {  // a lane's bytes lie in one page
+            const uint64_t begin = address + uint64_t(lane) * bytes;
+            cells = page(begin / page_bytes) + begin % page_bytes / 4;
+            in_page = (page_bytes - begin % page_bytes) / 4;
+        }
+        const uint64_t bits = first.bits | lane << 4;
+        bool fast = seen;
+        for (uint32_t i = 0; fast && i < num_cells; ++i) {
+            const Cell& cell = cells[i];
+            fast = !cell.bytes && (!cell.write_bits || is_before(cell.write_bits, bits)) &&
+                   (!cell.read_bits || is_before(cell.read_bits, bits)) &&
+                   (!is_write || !cell.more_reads);
+        }
+        if (fast) {
+            for (uint32_t i = 0; i < num_cells; ++i) {
+                Cell& cell = cells[i];
+                if (is_write) {
+                    cell.write_bits = bits;
+                    cell.write_site = first.site;
+                    cell.read_bits = 0;
+                } else {
+                    cell.read_bits = bits;
+                    cell.read_site = first.site;
+                }
+            }
+        } else {
+            const Access access = is_write ? Access::write : Access::read;
+            const uint64_t own = address + uint64_t(lane) * bytes;
+            if (is_write) begin_store(at + lane * bytes, values + lane * bytes, bytes);
+            if (in_shared)
+                shared_access(w, *w.cta, uint32_t(own), bytes, access, int(lane));
+            else
+                global_access(w, own, bytes, access, int(lane));
+            end_store();
+        }
+        cells += num_cells;
+        in_page -= in_shared ? 0 : num_cells;
+    }
+}
+
 void RaceDetector::lanes_differ(Warp& w, Space space, uint64_t address, int first, int second) {
     const WarpClock& c = *w.clock;
     const uint64_t window = space == Space::generic ? address & window_mask : 0;

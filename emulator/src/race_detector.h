@@ -215,6 +215,10 @@ class RaceDetector {
                        int lane, uint32_t flags = 0);
     void global_access(Warp& w, uint64_t address, uint32_t bytes, Access access, int lane,
                        uint32_t flags = 0);
+    // The same of all lanes, one behind the other, `bytes` each, a multiple of 4: ordinary reads,
+    // or writes of `values` to `at`. The addresses are those of shared_access and global_access.
+    void row_access(Warp& w, Space space, uint64_t address, uint32_t bytes,
+                    const std::byte* at = nullptr, const std::byte* values = nullptr);
 
     // What an ordinary store is about to write, and where: until `end_store` a race with another
     // write can tell whether both write the same.

@@ -663,3 +663,57 @@ KERNEL()(u32* count) {
     run_kernel(source, np.zeros(1, np.uint32), ctas=1, threads=64)
     with pytest.raises(RaceDetected, match="the scope of one of them does not reach the other"):
         run_kernel(source, np.zeros(1, np.uint32), ctas=2, threads=32)
+
+
+# Warp 0 writes 32 elements side by side, warp 1 reads 32, the first of which is the last of these.
+ROWS = """
+KERNEL()(ELEMENT* memory, ELEMENT* out) {
+    PLACE
+    if (threadIdx.x < 32) row[threadIdx.x] = memory[32 + threadIdx.x % 32];
+    BETWEEN
+    if (threadIdx.x >= 32) out[threadIdx.x - 32] = row[threadIdx.x - 1];
+}
+"""
+ROW_ELEMENTS = {"u32": 4, "u64": 8, "uint4": 16, "uchar4": 4, "short": 2}
+
+
+@pytest.mark.parametrize("element", ROW_ELEMENTS)
+@pytest.mark.parametrize("place", ["global", "shared"])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_accesses_side_by_side_race_where_they_overlap(element, place, is_ordered):
+    size = ROW_ELEMENTS[element]
+    # The row lies across the end of a page.
+    memory = aligned(np.zeros(4096, np.uint8), 4096)
+    memory[:] = np.random.default_rng(size).integers(1, 255, 4096)
+    region = aligned(np.zeros(2 * 4096, np.uint8), 4096)
+    out = np.zeros(32 * size, np.uint8)
+    first = 4096 - 16 * size
+    where = {
+        "global": f"ELEMENT* row = (ELEMENT*)((u8*)region + {first});",
+        "shared": "ELEMENT* row = (ELEMENT*)dynamic_shared;"
+        "row[threadIdx.x] = memory[threadIdx.x]; __syncthreads();",
+    }[place]
+    source = ROWS.replace("KERNEL()(ELEMENT* memory,", "KERNEL()(u8* region, ELEMENT* memory,")
+    source = source.replace("PLACE", where)
+    source = source.replace("BETWEEN", "__syncthreads();" if is_ordered else "")
+    findings = run_kernel(
+        source.replace("ELEMENT", element),
+        region,
+        memory,
+        out,
+        threads=64,
+        stop_at_findings=False,
+    )
+    if is_ordered:
+        assert not findings
+        written = memory[32 * size : 64 * size]
+        assert np.array_equal(out[:size], written[31 * size :])
+        if place == "global":
+            assert np.array_equal(region[first : first + 32 * size], written)
+        return
+    (race,) = findings
+    assert {one.lane for one in race.involved} == {0, 31}
+    if place == "global":
+        assert 0 <= race.address - region.ctypes.data - (first + 31 * size) < size
+    else:
+        assert 0 <= race.address - 1024 - 31 * size < size

@@ -351,7 +351,8 @@ def check_sizes(
     has_gate: whether Linear1 has rows of gate.
     """
     if form is None:
-        rows = K_BLOCK if sizes.weights == "fp8" else 1
+        has_blocks = sizes.weights == "fp8" and sizes.token_format != "fp8_token"
+        rows = K_BLOCK if has_blocks else 1
     else:
         rows = form.rows_of_scale
     for name in ("hidden", "intermediate_hidden"):

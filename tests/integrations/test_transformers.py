@@ -24,6 +24,7 @@ from deep_moe.integrations.transformers.layer import ExpertsLayer, own_tensors
 from deep_moe.integrations.transformers.taken import loan_of
 from deep_moe.trial.rank_processes import run_on_ranks
 from tests.everyday import parametrize
+from tests.pairs import formats
 
 from .conftest import counting
 
@@ -114,12 +115,11 @@ def called_directly(
     form: str = "mxfp4",
     requantize: bool = False,
 ) -> torch.Tensor:
-    """By the public API, without the adapter."""
-    buffer = deep_moe.get_symm_buffer_for_mega_moe(
-        None, 8, 32, 2, 256, 128, weights=form, device="cpu"
-    )
+    """By the public API, without the adapter. form: of weights, or a pair."""
+    pair = formats(form)
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(None, 8, 32, 2, 256, 128, **pair, device="cpu")
     transformed = deep_moe.transform_weights_for_mega_moe(
-        l1, l2, arch, weights=form, requantize=requantize
+        l1, l2, arch, **pair, requantize=requantize
     )
     deep_moe.prepare_inputs(x, idx, weights, buffer, arch=arch)
     y = torch.empty_like(x)
@@ -216,6 +216,60 @@ def test_fp8_experts_are_taken_as_they_are(fp8_experts, arch, is_power):
         given = getattr(module, name).view(torch.uint8)
         assert torch.equal(given, weight.view(torch.uint8))
         assert torch.equal(getattr(module, f"{name}_scale_inv"), sf)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("activation_scheme", ["dynamic", "static"])
+def test_fp8_experts_with_a_scale_for_each_matrix(arch, activation_scheme):
+    """Tokens get scales of their own, whatever the checkpoint has for them."""
+    adapter.register(arch=arch)
+    module = gpu_experts(block_size=None, activation_scheme=activation_scheme)
+    generator = torch.Generator().manual_seed(3)
+    pairs = []
+    for name in ("gate_up_proj", "down_proj"):
+        weight, sf = getattr(module, name), getattr(module, f"{name}_scale_inv")
+        values = torch.randn(weight.shape, generator=generator).to(torch.float8_e4m3fn)
+        scales = torch.rand(sf.shape, generator=generator) * 0.1 + 0.01
+        for key, tensor in ((name, values), (f"{name}_scale_inv", scales)):
+            setattr(module, key, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+        pairs.append((values, scales.squeeze(2)))
+    x, idx, weights = random_call(5)
+    y = module(x, idx, weights)
+    expected = called_directly(
+        *pairs, x, idx, weights, Swiglu(module.limit), arch=arch, form="fp8 x fp8_token"
+    )
+    assert torch.equal(y, expected)
+    adapter.release(torch.nn.ModuleDict({"experts": module}))
+    for name, (weight, sf) in zip(("gate_up_proj", "down_proj"), pairs, strict=True):
+        given = getattr(module, name).view(torch.uint8)
+        assert torch.equal(given, weight.view(torch.uint8))
+        assert torch.equal(getattr(module, f"{name}_scale_inv").squeeze(2), sf)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+def test_fp8_experts_with_a_scale_for_32_values_are_mxfp8(arch, scale_fmt):
+    adapter.register(arch=arch)
+    module = gpu_experts(block_size=(1, 32), scale_fmt=scale_fmt)
+    generator = torch.Generator().manual_seed(4)
+    pairs, given = [], {}
+    for name in ("gate_up_proj", "down_proj"):
+        weight, sf = getattr(module, name), getattr(module, f"{name}_scale_inv")
+        values = torch.randn(weight.shape, generator=generator).to(torch.float8_e4m3fn)
+        scales = torch.randint(120, 125, sf.shape, generator=generator, dtype=torch.uint8)
+        own = ue8m0_to_float(scales, torch.float32) if scale_fmt == "float" else scales
+        given |= {name: values, f"{name}_scale_inv": own.view(sf.dtype)}
+        pairs.append((values, scales))
+    for key, tensor in given.items():
+        setattr(module, key, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+    x, idx, weights = random_call(5)
+    y = module(x, idx, weights)
+    form = "mxfp8 x bf16" if arch == "sm_90a" else "mxfp8 x mxfp8"
+    expected = called_directly(*pairs, x, idx, weights, Swiglu(module.limit), arch=arch, form=form)
+    assert torch.equal(y, expected)
+    adapter.release(torch.nn.ModuleDict({"experts": module}))
+    for name, tensor in given.items():
+        assert torch.equal(getattr(module, name).view(torch.uint8), tensor.view(torch.uint8))
 
 
 def test_fp8_with_other_scales_is_rounded_if_asked(fp8_experts):

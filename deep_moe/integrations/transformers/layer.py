@@ -53,6 +53,7 @@ _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _SCALES = "_scale_inv"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PACKED = (torch.int8, torch.uint8)
+_WHOLE_TOKENS = "fp8_token"  # beside FP8 weights with a scale for each matrix
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,10 @@ class ExpertsLayer:
                 num_columns = weight.shape[2] * (2 if own.dtype in _PACKED else 1)
                 sf = unpack_ue8m0(sf)[..., : num_columns // GROUP_SIZE]
                 sf = ue8m0_to_float(sf, torch.float32)
+            elif sf.element_size() == 1:
+                sf = ue8m0_to_float(sf.view(torch.uint8), torch.float32)
+            if sf.dim() == 2:  # of rows, or of matrices
+                sf = sf.unsqueeze(2)
             found[name] = weight.view(own.dtype)
             found[name + _SCALES] = _scales_as(sf, scales.dtype, scales.shape)
         return found
@@ -185,7 +190,7 @@ def lay_out(
     source = _source(module, options.quantize)
     if weights not in (None, source.weights):
         raise UnsupportedError(f"weights became {source.weights}, and were {weights} before")
-    token_format = served_token_format(
+    token_format = source.token_format or served_token_format(
         source.weights, options.token_format, options.arch, source.device
     )
     source = replace(source, token_format=token_format)
@@ -213,8 +218,8 @@ def lay_out(
 
 
 def _scales_as(sf: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """Scales float32 for 32 values or 128 x 128, in the form that the module had: one for each
-    block of equal scales."""
+    """Scales float32 for 32 values, 128 x 128, a row or a matrix, in the form that the module had:
+    one for each block of equal scales."""
     for axis in (1, 2):
         have, want = sf.shape[axis], shape[axis]
         if have > want:
@@ -263,9 +268,9 @@ class _Form(NamedTuple):
 
 @dataclass(frozen=True)
 class _Source:
-    """A module's own weights, and the formats in which the kernel gets them and tokens. expert: of
-    one expert, [1, ...], rows of gate before those of up, as the biases. is_exact: whether the
-    format holds floats as they are."""
+    """A module's own weights, and the formats in which the kernel gets them and tokens, None for
+    those that go with the weights. expert: of one expert, [1, ...], rows of gate before those of
+    up, as the biases. is_exact: whether the format holds floats as they are."""
 
     num_experts: int
     hidden: int
@@ -289,6 +294,7 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
             raise UnsupportedError(f"{name} is no stack of matrices")
     form = _Form.of(module)
+    token_format = None
     l1, l2 = tensors.values()
     if l1.dtype not in _FLOATS and form != _Form(False, True):
         raise UnsupportedError(
@@ -329,6 +335,11 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         pairs = list(zip((l1, l2), scales, strict=True))
         if l1.dtype in _PACKED:
             pairs = _packed(pairs)
+        elif getattr(module, "block_size", None) is None:
+            pairs, token_format = _with_whole_scales(pairs), _WHOLE_TOKENS
+        elif all(sf.shape[1] == weight.shape[1] for weight, sf in pairs):
+            mxfp8 = _with_ue8m0(pairs)
+            weights, pairs = ("fp8", pairs) if mxfp8 is None else ("mxfp8", mxfp8)
 
         def expert(i: int) -> tuple[LayerWeights, LayerWeights]:
             one = slice(i, i + 1)
@@ -345,6 +356,7 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         _biases(module, form),
         is_exact,
         expert,
+        token_format,
     )
 
 
@@ -377,6 +389,31 @@ def _packed(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[Any]:
         return [packed_weights(name, pair) for name, pair in zip(_LINEARS, pairs, strict=True)]
     except (TypeError, ValueError) as error:
         raise UnsupportedError(f"weights are not MXFP4: {error}") from None
+
+
+def _with_whole_scales(pairs: list[Any]) -> list[Any]:
+    """FP8 with a scale for each matrix, as `transform_weights_for_mega_moe` takes it."""
+    (l1, l1_sf), (l2, l2_sf) = pairs
+    if tuple(l1_sf.shape[1:]) not in ((1, 1), (2, 1)) or tuple(l2_sf.shape[1:]) != (1, 1):
+        raise UnsupportedError(
+            f"scales {list(l1_sf.shape)} and {list(l2_sf.shape)} of matrices are not supported"
+        )
+    return [
+        (l1, l1_sf.float().expand(-1, 2, -1).squeeze(2)),  # one for gate and up, or for each
+        (l2, l2_sf.float().squeeze(2)),
+    ]
+
+
+def _with_ue8m0(pairs: list[Any]) -> list[Any] | None:
+    """FP8 with a scale for 32 values as MXFP8, None if one is no power of two."""
+    made = []
+    for weight, sf in pairs:
+        if sf.dtype == torch.float32:
+            sf, is_other = ue8m0_of_floats(sf)
+            if is_other.any():
+                return None
+        made.append((weight, sf.view(torch.uint8)))
+    return made
 
 
 def _laid_out(source: _Source, arch: str | None, quantize: bool) -> tuple[MegaMoEWeights, bool]:

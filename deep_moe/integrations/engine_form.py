@@ -91,7 +91,7 @@ class EngineForm:
         """
         keys = dict(zip(self.suffixes, tensors, strict=True))
         if are_made_up:
-            keys = {key: _numbers(key, tensor) for key, tensor in keys.items()}
+            keys = {key: self._numbers(key, tensor) for key, tensor in keys.items()}
         labels = {key: f"{name}{suffix}" for key, suffix in self.suffixes.items()}
         try:
             matrices = [self._matrix(keys, i, num_matrices, labels) for i in range(num_matrices)]
@@ -103,7 +103,7 @@ class EngineForm:
             )
             parts = zip(*(own[0].tensor_split(num_matrices) for own in made), strict=True)
             for matrix, part in zip(matrices, parts, strict=True):
-                plain = form.plain(matrix)
+                plain = matrix if type(form) is self.stored else form.plain(matrix)
                 form.check(labels, plain, num_rows, num_columns)
                 form.put(labels, plain, LayerWeights(*part))
         except CheckpointError as error:
@@ -130,7 +130,23 @@ class EngineForm:
                 own[key] = whole[place::num_matrices]
             else:
                 own[key] = whole.tensor_split(num_matrices)[place] if whole.dim() else whole
+        if self.stored.has_columns_first:
+            own = {key: tensor.t() for key, tensor in own.items()}
         return self.stored.plain(own)
+
+    def _numbers(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Something that stands for numbers, of the same type."""
+        if key in self.stored.constants:
+            return torch.full_like(tensor, self.stored.constants[key])
+        if key == "weight":
+            if tensor.dtype != torch.float8_e4m3fn:
+                return tensor
+            codes = tensor.view(torch.uint8)
+            return codes.masked_fill(codes & 0x7F == 0x7F, 0).view(tensor.dtype)
+        if tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
+            filled = torch.full_like(tensor.view(torch.uint8), _MADE_UP_BYTE)
+            return filled.view(tensor.dtype)
+        return torch.full(tensor.shape, _MADE_UP, device=tensor.device).to(tensor.dtype)
 
 
 def of_format(weights: str, suffixes: Suffixes, **more: Any) -> EngineForm:
@@ -155,16 +171,3 @@ def _narrowed(name: str, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tens
             f"{scales[place].item()} in row {place[0]}"
         )
     return made
-
-
-def _numbers(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Something that stands for numbers, of the same type."""
-    if key == "weight":
-        if tensor.dtype != torch.float8_e4m3fn:
-            return tensor
-        codes = tensor.view(torch.uint8)
-        return codes.masked_fill(codes & 0x7F == 0x7F, 0).view(tensor.dtype)
-    if tensor.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        filled = torch.full_like(tensor.view(torch.uint8), _MADE_UP_BYTE)
-        return filled.view(tensor.dtype)
-    return torch.full(tensor.shape, _MADE_UP, device=tensor.device).to(tensor.dtype)

@@ -36,7 +36,9 @@ class StoredForm(ABC):
     values_per_element: of the values' tensor. spellings: suffixes that published models have, with
     the same keys, the first of which are written. token_format: of tokens that must go with such
     weights; None: what goes with the format. token_scale: suffix of the scale by which tokens may
-    be quantized; None: there is none that a kernel could take.
+    be quantized; None: there is none that a kernel could take. has_columns_first: tensors have
+    columns before rows, which `plain` turns. constants: by which keys a tensor holds one integer
+    alone.
     """
 
     weights: ClassVar[str]
@@ -45,6 +47,8 @@ class StoredForm(ABC):
     spellings: ClassVar[tuple[Suffixes, ...]]
     token_format: ClassVar[str | None] = None
     token_scale: ClassVar[str | None] = None
+    has_columns_first: ClassVar[bool] = False
+    constants: ClassVar[Mapping[str, int]] = {}
 
     @classmethod
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:

@@ -16,6 +16,7 @@ from deep_moe.activations import Activation, GeluTanh, Relu2
 from deep_moe.weights.layers import LayerWeights
 from tests.checkpoint.written import (
     Written,
+    columns_first,
     compressed,
     fp8_blocks,
     fp8_whole,
@@ -55,12 +56,17 @@ def mxfp4_of(rows: int, columns: int) -> Written:
 
 
 def quant_config(case: str) -> Any:
+    from vllm.model_executor.layers.quantization import auto_gptq
     from vllm.model_executor.layers.quantization import modelopt as vllm_modelopt
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
 
     _, write, config = CASES[case]
+    if config == "AutoGPTQConfig":
+        return auto_gptq.AutoGPTQConfig.from_config(
+            write(32, 256).config | {"lm_head": False, "dynamic": {}}
+        )
     if isinstance(config, str):
         document = write(32, 256).config
         return getattr(vllm_modelopt, config).from_config(document)
@@ -96,6 +102,11 @@ CASES: dict[str, tuple[str, Callable[[int, int], Written], Any]] = {
         "int4",
         lambda *size: int4(*size, 128, is_twos_complement=False),
         ("pack-quantized", None),
+    ),
+    "AutoGPTQMoEMethod": (
+        "int4",
+        lambda *size: columns_first(*size, is_awq=False),
+        "AutoGPTQConfig",
     ),
     "CompressedTensorsW4A4Mxfp4MoEMethod": ("mxfp4", mxfp4_of, ("mxfp4-pack-quantized", None)),
     "ModelOptMxFp8FusedMoE": (
@@ -157,10 +168,14 @@ def some_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         f"{package}.compressed_tensors_moe_w4a4_nvfp4.select_nvfp4_moe_backend", nvfp4_backend
     )
-    monkeypatch.setattr(
-        f"{package}.compressed_tensors_moe_wna16.select_wna16_moe_backend",
-        lambda **_: (WNA16MoEBackend.HUMMING, None),
-    )
+    for module in (
+        f"{package}.compressed_tensors_moe_wna16",
+        "vllm.model_executor.layers.quantization.auto_gptq",
+    ):
+        monkeypatch.setattr(
+            f"{module}.select_wna16_moe_backend",
+            lambda *_, **__: (WNA16MoEBackend.HUMMING, None),
+        )
 
 
 def make_runner(case: str, **more: Any) -> Any:
@@ -210,7 +225,7 @@ def source(weights: str, parts: dict[tuple[int, str], Written]) -> tuple[LayerWe
                 )
                 keyed = form.plain({key: tensors[suffix] for key, suffix in suffixes.items()})
                 found = form.of(suffixes, keyed)
-                keyed = found.plain(keyed)
+                keyed = keyed if type(found) is form else found.plain(keyed)
                 num_rows, num_columns = keyed["weight"].shape
                 num_columns *= found.values_per_element
                 empty = found.empty(1, num_rows, num_columns, torch.device("cpu"), 1)

@@ -21,6 +21,8 @@ _BLOCKS = _PLAIN | {"scale": "_weight_scale_inv"}
 _MULTIPLIED = _SCALED | {"global_scale": "_weight_scale_2"}
 _DIVIDED = _PACKED | {"global_scale": "_weight_global_scale"}
 
+_GPTQ = {"weight": "_qweight", "scale": "_scales", "zeros": "_qzeros"}
+
 _BLOCK = [K_BLOCK, K_BLOCK]
 _WHOLE_TOKENS = "fp8_token"  # beside FP8 weights whose scales are not of blocks
 
@@ -60,20 +62,37 @@ def _compressed_fp8(engine: Any) -> EngineForm:
 
 def _compressed_int(engine: Any) -> EngineForm:
     args = engine.weight_quant
+    _check_int(args.num_bits, args.symmetric, args.strategy, args.group_size)
     for is_unsupported, reason in (
-        (args.num_bits != 4, f"integers have {args.num_bits} bits, not 4"),
-        (not args.symmetric, "integers have zero points"),
-        (
-            args.strategy != "group" or args.group_size not in (32, 128),
-            f"integers have a scale for each {args.strategy} of {args.group_size} values, not for "
-            "each group of 32 or 128",
-        ),
         (args.actorder in ("group", "dynamic"), "columns are in another order"),
         (getattr(engine, "is_transposed", False), "weights are transposed"),
     ):
         if is_unsupported:
             raise UnsupportedError(reason)
     return of_format("int4", _PACKED)
+
+
+def _gptq(engine: Any) -> EngineForm:
+    config = engine.quant_config
+    strategy = "group" if config.group_size > 0 else "row"
+    _check_int(config.weight_bits, config.is_sym, strategy, config.group_size)
+    if config.desc_act:
+        raise UnsupportedError("columns are in another order")
+    return of_format("int4", _GPTQ, is_transposed=True)
+
+
+def _check_int(num_bits: int, is_symmetric: bool, strategy: str, group_size: int | None) -> None:
+    for is_unsupported, reason in (
+        (num_bits != 4, f"integers have {num_bits} bits, not 4"),
+        (not is_symmetric, "integers have zero points"),
+        (
+            strategy != "group" or group_size not in (32, 128),
+            f"integers have a scale for each {strategy} of {group_size} values, not for each group "
+            "of 32 or 128",
+        ),
+    ):
+        if is_unsupported:
+            raise UnsupportedError(reason)
 
 
 # By class names.
@@ -92,4 +111,5 @@ _FORMS: dict[str, Callable[[Any], EngineForm]] = {
     "CompressedTensorsW4A4Nvfp4MoEMethod": _always("nvfp4", _DIVIDED),
     "CompressedTensorsWNA16MoEMethod": _compressed_int,
     "CompressedTensorsW4A8Fp8MoEMethod": _compressed_int,
+    "AutoGPTQMoEMethod": _gptq,
 }

@@ -275,6 +275,8 @@ class DeepMoEMethod(FusedMoEMethodBase):
         )
         reason = None
         try:
+            if getattr(layer, "_loaded_expert_biases", None) and not self.form.has_biases:
+                raise UnsupportedError("experts have biases, which the model does not declare")
             served.load(
                 l1,
                 l2,

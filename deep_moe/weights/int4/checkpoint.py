@@ -172,7 +172,9 @@ class StoredGptq(StoredInt4):
     spellings: ClassVar[tuple[Suffixes, ...]] = (
         {"weight": ".qweight", "scale": ".scales", "zeros": ".qzeros"},
     )
+    has_columns_first: ClassVar[bool] = True
     zero: ClassVar[int] = 7  # as it is stored
+    constants: ClassVar[Mapping[str, int]] = {"zeros": 0x7777_7777}
 
     @classmethod
     def plain(cls, tensors: Tensors) -> Tensors:
@@ -217,8 +219,7 @@ class StoredGptq(StoredInt4):
         }
 
     def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
-        symmetric = int.from_bytes(bytes([17 * self.zero]) * 4, "little", signed=True)
-        wrong = tensors["zeros"][tensors["zeros"] != symmetric]
+        wrong = tensors["zeros"][tensors["zeros"] != self.constants["zeros"]]
         if wrong.numel():
             found = {int(wrong[0]) >> 4 * place & 15 for place in range(_CODES)} - {self.zero}
             raise CheckpointError(
@@ -234,6 +235,7 @@ class StoredAwq(StoredGptq):
     stored as they are."""
 
     zero: ClassVar[int] = 8
+    constants: ClassVar[Mapping[str, int]] = {"zeros": 0x8888_8888 - (1 << 32)}
 
     @classmethod
     def plain(cls, tensors: Tensors) -> Tensors:

@@ -37,11 +37,11 @@ import torch.distributed as dist
 
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0
 from deep_moe.formats.float_scaled import dequantize_e4m3_float
-from deep_moe.heuristics.low_latency import CONTROL_BYTES, PLACEMENTS
+from deep_moe.heuristics.low_latency import CONTROL_BYTES, PLACEMENTS, Placement
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
 from deep_moe.split.throughput import AllToAll, AllToAllHandle
-from deep_moe.tokens import token_format
+from deep_moe.tokens import TokenFormatName, token_format
 from deep_moe.trial.timing import SLEEP_CYCLES, machine
 
 from .mega_moe import run_on_gpus
@@ -101,8 +101,8 @@ class Problem:
     num_experts: int
     num_topk: int
     hidden: int
-    token_format: str
-    placement: str = "ranks"
+    token_format: TokenFormatName
+    placement: Placement = "ranks"
 
     @property
     def num_experts_per_rank(self) -> int:

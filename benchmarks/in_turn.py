@@ -179,7 +179,7 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         layers[own] = TimedLayer(own, weights, device)
         del weights
     for num_tokens in arguments.tokens:
-        tokens = {
+        tokens: dict[str, Tokens] = {
             own.token_format: rank_tokens(
                 own, num_tokens, rank, arguments.seed, device, routing=arguments.routing
             )

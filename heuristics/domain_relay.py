@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.tokens import ALL_TO_ALL_FORMATS, TokenFormat, token_format
@@ -18,6 +18,9 @@ from deep_moe.tokens import ALL_TO_ALL_FORMATS, TokenFormat, token_format
 from .low_latency import NUM_HALVES, check_row_format, grouped_format, travelling_words
 from .shape import MAX_TOPK, require_int
 from .two_level import MAX_DOMAINS, ExchangeSizes, RowFormat
+
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class RelayShape(ExchangeSizes):
     hidden: int
     num_max_tokens_per_rank: int
     num_max_foreign_tokens: int | None = None
-    token_format: str = field(kw_only=True)
+    token_format: TokenFormatName = field(kw_only=True)
     is_numbered: bool = field(default=False, kw_only=True)
     group_size: int = field(default=K_BLOCK, kw_only=True)
     dtype: str = field(default="bf16", kw_only=True)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.tokens import ALL_TO_ALL_FORMATS, TokenFormat, token_format
 
 from .segments import Layout, LayoutBuilder, align_up
 from .shape import MAX_RANKS, MAX_TOPK, require_int
+
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
 
 MAX_TOKENS_PER_RANK = 1024
 MAX_RELAYED_TOKENS = 4096  # of one rank, own ones and those that it was sent to pass on
@@ -35,7 +38,8 @@ _GROUPED_FORMATS = tuple(
 ROW_DTYPES = ("bf16", "fp16")
 # Where a token goes: once to each rank of its experts, into staging [source rank][slot]; or to each
 # of its experts, into [local expert][source rank][slot].
-PLACEMENTS = ("ranks", "experts")
+Placement = Literal["ranks", "experts"]
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 
 
 def check_split_sizes(shape: Any, limits: Mapping[str, tuple[int, int | None, int]]) -> None:
@@ -114,10 +118,10 @@ class LowLatencyShape:
     num_topk: int
     hidden: int
     num_max_tokens_per_rank: int
-    token_format: str
+    token_format: TokenFormatName
     has_shared_rows: bool = False
     any_format: bool = False
-    placement: str = "ranks"
+    placement: Placement = "ranks"
     relays_tokens: bool = False
     group_size: int = K_BLOCK
     dtype: str = "bf16"

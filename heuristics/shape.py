@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deep_moe.formats.sizes import K_BLOCK, SIZE_UNIT
 from deep_moe.tokens import TokenFormat, token_format
 from deep_moe.weights import DEFAULT_WEIGHTS, check_weights_name, default_token_format
 
 from .segments import align_up
+
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
 
 MAX_RANKS = 72  # one NVLink domain; KernelArgs has this many rank_buffers
 MAX_EXPERTS = 1024  # of all ranks
@@ -88,10 +92,10 @@ class MoEShape:
     intermediate_hidden: int
     num_max_tokens_per_rank: int
     num_pool_tokens: int | None = None
-    weights: str = field(default=DEFAULT_WEIGHTS, kw_only=True)
+    weights: WeightsName = field(default=DEFAULT_WEIGHTS, kw_only=True)
     biases: bool = field(default=False, kw_only=True)
     num_shared_experts: int = field(default=0, kw_only=True)
-    token_format: str = field(default=None, kw_only=True)  # type: ignore[assignment]
+    token_format: TokenFormatName = field(default=None, kw_only=True)  # type: ignore[arg-type]
     has_gate: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:

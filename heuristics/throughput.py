@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.tokens import ALL_TO_ALL_FORMATS, TokenFormat, token_format
@@ -21,6 +21,9 @@ from .low_latency import (
 )
 from .segments import Layout, LayoutBuilder, align_up
 from .shape import MAX_RANKS, MAX_TOPK, require_int
+
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
 
 # A slot's expert and its place among its rank's slots share a word: 11 and 20 bits and a mark. So
 # do the rank of an expert and a row there: 7 and 24.
@@ -147,7 +150,7 @@ class ThroughputConfig:
     num_ctas: int
     arch: str
     has_weights: bool = False
-    token_format: str = "bf16"
+    token_format: TokenFormatName = "bf16"
     is_quantized_input: bool = False
     knows_rows: bool = False
     has_int32_topk_idx: bool = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from deep_moe.tokens import TokenFormat, token_format
 from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
@@ -15,6 +16,10 @@ from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 from .segments import align_up, ceil_div
 from .shape import MAX_SHARED_EXPERTS, MoEShape, require_int
 from .symm_buffer_layout import symm_buffer_layout
+
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
 
 MAX_DOMAINS = 1024
 MAX_CHUNKS = 64
@@ -176,11 +181,11 @@ class TwoLevelShape(ExchangeSizes):
     num_max_foreign_tokens: int | None = None
     num_chunks: int = 1
     exact_sizes: bool = field(default=False, kw_only=True)
-    weights: str = field(default=DEFAULT_WEIGHTS, kw_only=True)
+    weights: WeightsName = field(default=DEFAULT_WEIGHTS, kw_only=True)
     biases: bool = field(default=False, kw_only=True)
     num_shared_experts: int = field(default=0, kw_only=True)
     num_pool_tokens: int | None = field(default=None, kw_only=True)
-    token_format: str = field(default=None, kw_only=True)  # type: ignore[assignment]
+    token_format: TokenFormatName = field(default=None, kw_only=True)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         token_format = default_token_format(self.weights, self.token_format)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import TypedDict, cast
 
 from deep_moe.targets import TARGETS
-from deep_moe.weights import default_token_format
+from deep_moe.tokens import TokenFormatName
+from deep_moe.weights import WeightsName, default_token_format
 
 BESIDE = " x "
 
 
 class Formats(TypedDict):
-    weights: str
-    token_format: str
+    weights: WeightsName
+    token_format: TokenFormatName
 
 
 def formats(pair: str) -> Formats:
@@ -22,7 +23,8 @@ def formats(pair: str) -> Formats:
     ({'weights': 'mxfp4', 'token_format': 'bf16'}, {'weights': 'fp8', 'token_format': 'mxfp8'})
     """
     weights, _, tokens = pair.partition(BESIDE)
-    return {"weights": weights, "token_format": tokens or default_token_format(weights)}
+    token_format = default_token_format(weights, tokens or None)
+    return {"weights": cast("WeightsName", weights), "token_format": token_format}
 
 
 def usual_pairs(arch: str) -> list[str]:

@@ -3,13 +3,14 @@ objects with its own parameters: `activation=deep_moe.activations.Situ(beta=3.0)
 
 Each activation is a folder here with an `Activation`, which has everything that Python knows of it.
 The kernels' side is the folder of the same name in include/deep_moe/activations. For a new
-activation, write both, and import its class below.
+activation, write both, import its class below, and name it in `ActivationName`.
 """
 
 from __future__ import annotations
 
 import importlib
 from functools import lru_cache
+from typing import Literal
 
 from deep_moe.axes import further_values
 
@@ -27,12 +28,13 @@ for _name in further_values(__name__, __path__):
     _kind = importlib.import_module(f"{__name__}.{_name}").ACTIVATION
     globals()[_kind.__name__] = _kind
 
+ActivationName = Literal["gelu_tanh", "relu2", "situ", "swiglu", "swiglu_oai", "swiglu_step"]
 ACTIVATIONS: dict[str, type[Activation]] = {
     kind.name: kind
     for kind in tuple(globals().values())
     if isinstance(kind, type) and issubclass(kind, Activation) and hasattr(kind, "name")
 }
-DEFAULT_ACTIVATION = Swiglu.name
+DEFAULT_ACTIVATION: ActivationName = "swiglu"
 
 _CLASSES = tuple(ACTIVATIONS.values())
 _NAMES = ", ".join(map(repr, ACTIVATIONS))

@@ -7,13 +7,17 @@ behind the last row.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from deep_moe.heuristics.shape import MAX_SIZE, require_int
 from deep_moe.targets import TargetWeights, target_for
 from deep_moe.tensor_memory import check_dense, check_memory
+
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
 
 BLOCK_ROWS = 256
 
@@ -38,8 +42,8 @@ def transform_biases_for_mega_moe(
     l2_bias: torch.Tensor,
     arch: str | None = None,
     *,
-    weights: str,
-    token_format: str | None = None,
+    weights: WeightsName,
+    token_format: TokenFormatName | None = None,
 ) -> MegaMoEBiases:
     """Lay out biases for the kernel, once, after loading, as new float32 tensors.
 
@@ -83,8 +87,8 @@ def inverse_transform_biases(
     hidden: int,
     intermediate_hidden: int,
     arch: str | None = None,
-    weights: str,
-    token_format: str | None = None,
+    weights: WeightsName,
+    token_format: TokenFormatName | None = None,
 ) -> MegaMoEBiases:
     """Give back what `transform_biases_for_mega_moe` was given, as new float32 tensors [E, 2*I] and
     [E, H].

@@ -30,11 +30,13 @@ from deep_moe.weights.transform import empty_weights_for_mega_moe, transform_wei
 from .files import Files, listed
 from .forms import FORMS, form_of
 from .layer import Layer, find_layer, in_matrices
-from .namings import DEFAULT_NAMING, ExpertNaming, StackedNaming
+from .namings import DEFAULT_NAMING, ExpertNaming, NamingName, StackedNaming
 from .saving import Saving
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from deep_moe.tokens import TokenFormatName
 
 
 class _LoadOptions(TypedDict, total=False):
@@ -42,11 +44,11 @@ class _LoadOptions(TypedDict, total=False):
     rank_idx: int
     num_ranks: int
     experts: Sequence[int] | None
-    naming: str | ExpertNaming | StackedNaming | None
+    naming: NamingName | ExpertNaming | StackedNaming | None
     num_shared_experts: int
     biases_apart: bool
     arch: str | None
-    token_format: str | None
+    token_format: TokenFormatName | None
     requantize: bool
     device: torch.device | str
 
@@ -71,12 +73,12 @@ def load_experts(
     rank_idx: int = 0,
     num_ranks: int = 1,
     experts: Sequence[int] | None = None,
-    naming: str | ExpertNaming | StackedNaming | None = None,
+    naming: NamingName | ExpertNaming | StackedNaming | None = None,
     num_shared_experts: int = 0,
     biases_apart: bool = False,
     transformed: bool = False,
     arch: str | None = None,
-    token_format: str | None = None,
+    token_format: TokenFormatName | None = None,
     requantize: bool = False,
     device: torch.device | str = "cpu",
 ) -> ExpertWeights | MegaMoEWeights:
@@ -203,7 +205,7 @@ def load_biases(
     rank_idx: int = 0,
     num_ranks: int = 1,
     experts: Sequence[int] | None = None,
-    naming: str | ExpertNaming | StackedNaming | None = None,
+    naming: NamingName | ExpertNaming | StackedNaming | None = None,
     device: torch.device | str = "cpu",
 ) -> MegaMoEBiases | None:
     """The biases of the experts that `load_experts` gives for the same arguments, not yet
@@ -241,7 +243,7 @@ def load_token_scale(
     layer: int,
     *,
     num_experts: int | None = None,
-    naming: str | ExpertNaming | StackedNaming | None = None,
+    naming: NamingName | ExpertNaming | StackedNaming | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor | None:
     """The static scale that a checkpoint of NVFP4 weights has for a layer's tokens, for
@@ -274,7 +276,7 @@ def _opened(
     rank_idx: int,
     num_ranks: int,
     experts: Sequence[int] | None,
-    naming: str | ExpertNaming | StackedNaming | None,
+    naming: NamingName | ExpertNaming | StackedNaming | None,
     num_shared_experts: int = 0,
 ) -> Iterator[tuple[Layer, Sequence[int]]]:
     """A layer's tensors, checked, and the experts of the rank."""

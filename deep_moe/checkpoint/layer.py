@@ -20,7 +20,7 @@ from deep_moe.weights.stored_form import StoredForm, Suffixes, Tensors
 from .config import CONFIG_NAME, NUM_EXPERTS_KEYS, count_of_config
 from .files import Files, first_missing, listed
 from .forms import FOREIGN, FORMS, check_sizes, form_like
-from .namings import NAMINGS, ExpertNaming, StackedNaming
+from .namings import NAMINGS, ExpertNaming, NamingName, StackedNaming
 from .quantization import quantization_of
 
 
@@ -495,14 +495,15 @@ def in_matrices(weights: ExpertWeights, num_l1_matrices: int) -> list[LayerWeigh
 
 
 def find_layer(
-    files: Files, layer: int, naming: str | ExpertNaming | StackedNaming | None
+    files: Files, layer: int, naming: NamingName | ExpertNaming | StackedNaming | None
 ) -> Layer:
     """The layer, by the given naming or by the first known one that it has any tensors of."""
     if isinstance(naming, str) and naming not in NAMINGS:
         raise ValueError(f"naming must be one of {', '.join(NAMINGS)}; got {naming!r}")
-    if naming is None:
-        known = NAMINGS
-    else:
+    known: dict[str, ExpertNaming | StackedNaming] = {
+        str(name): own for name, own in NAMINGS.items()
+    }
+    if naming is not None:
         known = {"": NAMINGS[naming] if isinstance(naming, str) else naming}
     layers = {name: _layer(files, layer, own) for name, own in known.items()}
     there = [name for name, own in layers.items() if own.is_there]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from deep_moe.errors import CheckpointError
 
@@ -143,7 +144,22 @@ DEFAULT_NAMING = _separate("model.layers")
 # By name. "numbered": DeepSeek-V4. "mtp": the layers behind the others that predict further tokens,
 # counted from 0. "multimodal" and "language_model" behind a name: the same in a model that has a
 # language model as one of its parts. "nemotron": experts without gate. "step": Step-3.
-NAMINGS: dict[str, ExpertNaming | StackedNaming] = {
+NamingName = Literal[
+    "experts",
+    "experts_multimodal",
+    "experts_language_model",
+    "mixtral",
+    "mixtral_language_model",
+    "nemotron",
+    "step",
+    "numbered",
+    "numbered_model",
+    "mtp",
+    "mtp_model",
+    "stacked",
+    "stacked_plain",
+]
+NAMINGS: dict[NamingName, ExpertNaming | StackedNaming] = {
     "experts": DEFAULT_NAMING,
     "experts_multimodal": _separate("model.language_model.layers"),
     "experts_language_model": _separate("language_model.model.layers"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -17,6 +17,7 @@ from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format
 if TYPE_CHECKING:
     from deep_moe.fused.gpu import Gpu
     from deep_moe.heuristics import MoEShape, Tuning
+    from deep_moe.weights import WeightsName
 
 MODELS = ", ".join(PRESETS)
 MAX_SEED = 2**63 - 1  # as large as ranks can still be added to in 64 bits
@@ -174,7 +175,7 @@ def make_shape(
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
         num_shared_experts=shared_experts,
-        weights=weights,
+        weights=cast("WeightsName", weights),
         biases=biases or (model in PRESETS and preset_has_biases(model)),
         token_format=default_token_format(weights, token_format),
         **given,

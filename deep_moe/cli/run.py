@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape
     from deep_moe.targets import TargetWeights
     from deep_moe.trial.synthetic import Layer, Tokens
+    from deep_moe.weights import WeightsName
     from deep_moe.weights.stored_form import StoredForm
 
 
@@ -449,7 +450,7 @@ def _shape_of(
         has_gate=sizes.has_gate,
         num_max_tokens_per_rank=max_tokens,
         num_pool_tokens=pool_tokens,
-        weights=weights,
+        weights=cast("WeightsName", weights),
         biases=loaded.l1_bias is not None,
         num_shared_experts=shared_experts,
         token_format=default_token_format(weights, token_format),

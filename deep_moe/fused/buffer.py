@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from deep_moe.heuristics.segments import Layout
+    from deep_moe.tokens import TokenFormatName
     from deep_moe.trial.trace import Recorder
+    from deep_moe.weights import WeightsName
 
 logger = logging.getLogger(__name__)
 
@@ -168,11 +170,11 @@ def get_symm_buffer_for_mega_moe(
     hidden: int,
     intermediate_hidden: int,
     *,
-    weights: str = DEFAULT_WEIGHTS,
+    weights: WeightsName = DEFAULT_WEIGHTS,
     num_shared_experts: int = 0,
     num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
     biases: bool = False,
-    token_format: str | None = None,
+    token_format: TokenFormatName | None = None,
     device: torch.device | str | int | None = None,
 ) -> SymmBuffer:
     """Make the buffer for calls with weights of one format. Every rank of `group` must call this.
@@ -259,11 +261,11 @@ def buffer_size(
     hidden: int,
     intermediate_hidden: int,
     *,
-    weights: str = DEFAULT_WEIGHTS,
+    weights: WeightsName = DEFAULT_WEIGHTS,
     num_shared_experts: int = 0,
     num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
     biases: bool = False,
-    token_format: str | None = None,
+    token_format: TokenFormatName | None = None,
 ) -> int:
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.

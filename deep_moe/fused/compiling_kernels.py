@@ -28,6 +28,8 @@ from .options import CallOptions, given_options, with_plain_options
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from deep_moe.activations import ActivationName
+
     from .gpu import Gpu
 
 _MAX_RANKS_PER_HOST = 8
@@ -89,7 +91,7 @@ def _load(work: CompileWork, gpu: Gpu) -> None:
 @with_plain_options
 def compile_ahead(
     buffer: SymmBuffer,
-    activation: str | Activation = DEFAULT_ACTIVATION,
+    activation: ActivationName | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     *,

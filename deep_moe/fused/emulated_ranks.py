@@ -37,8 +37,11 @@ from .symm_memory import private_host_memories
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from deep_moe.activations import ActivationName
     from deep_moe.emulator import Chip, Machine
     from deep_moe.emulator.machine import Schedule
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
 
 
 class EmulatedRanks:
@@ -77,11 +80,11 @@ class EmulatedRanks:
         hidden: int,
         intermediate_hidden: int,
         *,
-        weights: str = DEFAULT_WEIGHTS,
+        weights: WeightsName = DEFAULT_WEIGHTS,
         num_shared_experts: int = 0,
         num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
         biases: bool = False,
-        token_format: str | None = None,
+        token_format: TokenFormatName | None = None,
     ) -> None:
         self.shape = MoEShape(
             num_ranks=num_ranks,
@@ -106,7 +109,7 @@ class EmulatedRanks:
         weights: Sequence[MegaMoEWeights],
         stats: Sequence[torch.Tensor | None] | None = None,
         *,
-        activation: str | Activation = DEFAULT_ACTIVATION,
+        activation: ActivationName | Activation = DEFAULT_ACTIVATION,
         activation_clamp: float | None = None,
         fast_math: bool = True,
         biases: Sequence[Biases] | None = None,

@@ -56,6 +56,8 @@ from .options import (
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from deep_moe.activations import ActivationName
+
 _NO_ARGUMENTS: CallArguments = {}
 
 
@@ -66,7 +68,7 @@ def mega_moe(
     sym_buffer: SymmBuffer,
     cumulative_local_expert_recv_stats: torch.Tensor | None = None,
     *,
-    activation: str | Activation = DEFAULT_ACTIVATION,
+    activation: ActivationName | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     l1_bias: torch.Tensor | None = None,
@@ -153,7 +155,7 @@ def fp8_fp4_mega_moe(
     sym_buffer: SymmBuffer,
     cumulative_local_expert_recv_stats: torch.Tensor | None = None,
     recipe: tuple[int, int, int] = RECIPE,
-    activation: str | Activation = DEFAULT_ACTIVATION,
+    activation: ActivationName | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     *,
@@ -222,7 +224,7 @@ def call_with_layers(
     l2_weights: Pair,
     sym_buffer: SymmBuffer,
     given: CallTensors,
-    activation: str | Activation,
+    activation: ActivationName | Activation,
     activation_clamp: float | None,
     fast_math: bool,
     l1_bias: torch.Tensor | None,
@@ -296,7 +298,7 @@ def call_with_layers(
 
 def with_numerics(
     arguments: CallArguments,
-    activation: str | Activation = DEFAULT_ACTIVATION,
+    activation: ActivationName | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
 ) -> CallArguments:

@@ -11,13 +11,16 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, cast
 
 from deep_moe.activations import ACTIVATIONS, Activation
 from deep_moe.heuristics.shape import require_int
 
 from .call_tensors import STATISTICS_TENSOR, CallTensor, CallTensors, check_types
 from .checks import STATISTICS, require_type
+
+if TYPE_CHECKING:
+    from deep_moe.activations import ActivationName
 
 
 class CallOptions(TypedDict, total=False):
@@ -57,7 +60,7 @@ class CallArguments(CallOptions, total=False):
     """All arguments of a call that are no tensors and not None, of the right types. Those of equal
     calls are equal, so that what is not given stays away. Not written to once a call is made."""
 
-    activation: str | Activation
+    activation: ActivationName | Activation
     activation_clamp: float
     fast_math: bool
 

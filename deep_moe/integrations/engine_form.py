@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,10 @@ from deep_moe.errors import CheckpointError
 from deep_moe.weights import folder_module
 from deep_moe.weights.layers import LayerWeights
 from deep_moe.weights.stored_form import StoredForm, Suffixes
+
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
 
 LAYERS = ("w13", "w2")
 
@@ -33,7 +37,7 @@ class EngineForm:
 
     stored: type[StoredForm]
     suffixes: Suffixes
-    token_format: str | None = None
+    token_format: TokenFormatName | None = None
     rows_of_scale: int = 1
     is_interleaved: bool = False
     is_up_first: bool = False
@@ -42,7 +46,7 @@ class EngineForm:
     has_biases: bool = False
 
     @property
-    def weights(self) -> str:
+    def weights(self) -> WeightsName:
         """The format's name."""
         return self.stored.weights
 

@@ -12,6 +12,9 @@ from deep_moe.fused.peers import exists
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
+
 _SMALLEST = 32  # tokens
 
 
@@ -25,8 +28,8 @@ class LayerSizes(NamedTuple):
     num_topk: int
     hidden: int
     intermediate_hidden: int
-    weights: str
-    token_format: str
+    weights: WeightsName
+    token_format: TokenFormatName
     biases: bool = False
     num_pool_tokens: int | None = None
 

@@ -4,7 +4,7 @@ with float32 scales per 128 beside FP8, as engines quantize tokens for kernels o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from deep_moe.targets import TARGETS, target_for
 from deep_moe.tokens import TOKEN_FORMATS, token_format
@@ -13,6 +13,8 @@ from .unsupported import check_target
 
 if TYPE_CHECKING:
     import torch
+
+    from deep_moe.tokens import TokenFormatName
 
 
 def check_token_format(name: str, value: object) -> None:
@@ -27,7 +29,7 @@ def check_token_format(name: str, value: object) -> None:
 
 def served_token_format(
     weights: str, chosen: str | None, arch: str | None, device: torch.device
-) -> str:
+) -> TokenFormatName:
     """The format in which tokens meet experts whose weights are `weights`.
 
     chosen: what the user said, which `check_token_format` has seen. It says nothing of experts in
@@ -38,9 +40,9 @@ def served_token_format(
     """
     usual = target_for(arch, device).usual_token_format(weights)
     if chosen is None or chosen == usual:
-        return usual
+        return cast("TokenFormatName", usual)
     having = [name for name, own in TARGETS.items() if chosen in own.token_formats(weights)]
     if not having:
-        return usual
+        return cast("TokenFormatName", usual)
     check_target(f"{weights} experts beside {chosen} tokens", having, arch, device)
-    return chosen
+    return cast("TokenFormatName", chosen)

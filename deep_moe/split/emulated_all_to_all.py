@@ -17,6 +17,8 @@ from .split_layer import name_of_dtype
 
 if TYPE_CHECKING:
     from deep_moe.emulator.machine import Schedule
+    from deep_moe.heuristics.low_latency import Placement
+    from deep_moe.tokens import TokenFormatName
 
 
 class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
@@ -57,10 +59,10 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         num_experts: int,
         num_topk: int,
         *,
-        token_format: str = "fp8_128",
+        token_format: TokenFormatName = "fp8_128",
         any_format: bool = False,
         zero_copy: bool = False,
-        placement: str = "ranks",
+        placement: Placement = "ranks",
         relays_tokens: bool = False,
         group_size: int = 128,
         dtype: torch.dtype = torch.bfloat16,
@@ -87,7 +89,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
         xs: Sequence[torch.Tensor],
         topk_idxs: Sequence[torch.Tensor],
         *,
-        token_format: str | None = None,
+        token_format: TokenFormatName | None = None,
         receive: bool = True,
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",

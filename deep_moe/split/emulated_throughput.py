@@ -16,6 +16,7 @@ from .throughput import AllToAll, AllToAllHandle, Received
 
 if TYPE_CHECKING:
     from deep_moe.emulator.machine import Schedule
+    from deep_moe.tokens import TokenFormatName
 
 Tensors = Sequence[torch.Tensor]
 
@@ -77,7 +78,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         *,
         topk_weights: Tensors | None = None,
         x_sfs: Tensors | None = None,
-        token_format: str | None = None,
+        token_format: TokenFormatName | None = None,
         handles: Sequence[AllToAllHandle] | None = None,
         row_ids: bool = False,
         ranks: Sequence[int] | None = None,

@@ -60,7 +60,10 @@ from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 from deep_moe.weights.layers import MegaMoEWeights
 
 if TYPE_CHECKING:
+    from deep_moe.activations import ActivationName
+    from deep_moe.tokens import TokenFormatName
     from deep_moe.trial.trace import Recorder
+    from deep_moe.weights import WeightsName
 
 MAX_ROWS = 1 << 21
 _ALIGNMENT = 16  # bytes, of bulk copies
@@ -87,8 +90,8 @@ def grouped_experts_workspace_size(
     intermediate_hidden: int,
     num_local_experts: int,
     *,
-    weights: str = DEFAULT_WEIGHTS,
-    token_format: str | None = None,
+    weights: WeightsName = DEFAULT_WEIGHTS,
+    token_format: TokenFormatName | None = None,
     num_pool_tokens: int | None = None,
 ) -> int:
     """Bytes of device memory that a `GroupedExperts` made from the same arguments has.
@@ -179,10 +182,10 @@ class GroupedExperts:
         intermediate_hidden: int,
         num_local_experts: int,
         *,
-        weights: str = DEFAULT_WEIGHTS,
+        weights: WeightsName = DEFAULT_WEIGHTS,
         biases: bool = False,
-        token_format: str | None = None,
-        activation: str | Activation = DEFAULT_ACTIVATION,
+        token_format: TokenFormatName | None = None,
+        activation: ActivationName | Activation = DEFAULT_ACTIVATION,
         activation_clamp: float | None = None,
         fast_math: bool = True,
         num_pool_tokens: int | None = None,
@@ -241,7 +244,7 @@ class GroupedExperts:
         )
 
     @property
-    def token_format(self) -> str:
+    def token_format(self) -> TokenFormatName:
         """That of x."""
         return self.tokens.name
 
@@ -670,8 +673,8 @@ def _shape_of(
     hidden: int,
     intermediate_hidden: int,
     num_local_experts: int,
-    weights: str,
-    token_format: str,
+    weights: WeightsName,
+    token_format: TokenFormatName,
     num_pool_tokens: int | None,
     biases: bool,
 ) -> MoEShape:
@@ -704,7 +707,9 @@ def _shape_of(
     )
 
 
-def _checked_format(weights: str, token_format: str | None, target: Target) -> TokenFormat:
+def _checked_format(
+    weights: WeightsName, token_format: TokenFormatName | None, target: Target
+) -> TokenFormat:
     target.weights_of(weights)  # or an error
     allowed = token_formats_for(weights, target.name)
     if token_format is None:
@@ -730,6 +735,6 @@ def _traced(config: MegaMoEConfig) -> MegaMoEConfig:
 
 @lru_cache(maxsize=1024)
 def _choose_config(
-    choose: ConfigChooser, token_format: str, expected_rows: int, is_uneven: bool
+    choose: ConfigChooser, token_format: TokenFormatName, expected_rows: int, is_uneven: bool
 ) -> MegaMoEConfig:
     return replace(choose(expected_rows, is_uneven), local_tokens=token_format)

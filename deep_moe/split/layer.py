@@ -25,6 +25,8 @@ from .two_level_low_latency import TwoLevelLowLatencyAllToAll
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.heuristics.low_latency import Placement
+
 
 @dataclass(frozen=True)
 class DispatchMetaInfo:
@@ -91,7 +93,7 @@ class EPLowLatencyAllToAllLayer:
         group: ProcessGroup | DomainGroups | None = None,
         zero_copy: bool = True,
         num_max_foreign_tokens: int | None = None,
-        placement: str = "ranks",
+        placement: Placement = "ranks",
         device: torch.device | str | int | None = None,
         timeout_s: float | None = None,
     ) -> None:

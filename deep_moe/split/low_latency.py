@@ -39,6 +39,9 @@ from .split_layer import ROW_ALIGNMENT, SplitLayer, name_of_dtype
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.heuristics.low_latency import Placement
+    from deep_moe.tokens import TokenFormatName
+
 
 class LowLatencyAllToAll(SplitLayer):
     """Sends tokens to the ranks of their experts, and brings back what those make of them.
@@ -108,11 +111,11 @@ class LowLatencyAllToAll(SplitLayer):
         num_experts: int,
         num_topk: int,
         *,
-        token_format: str = "fp8_128",
+        token_format: TokenFormatName = "fp8_128",
         any_format: bool = False,
         zero_copy: bool = False,
         scales_by_column: bool = False,
-        placement: str = "ranks",
+        placement: Placement = "ranks",
         relays_tokens: bool = False,
         group_size: int = 128,
         dtype: torch.dtype = torch.bfloat16,
@@ -184,7 +187,7 @@ class LowLatencyAllToAll(SplitLayer):
         *,
         x_sf: torch.Tensor | None = None,
         origins: torch.Tensor | None = None,
-        token_format: str | None = None,
+        token_format: TokenFormatName | None = None,
         receive: bool = True,
         expert_totals: torch.Tensor | None = None,
         wait_cycles: torch.Tensor | None = None,
@@ -437,7 +440,7 @@ class LowLatencyAllToAll(SplitLayer):
         *,
         x_sf: torch.Tensor | None = None,
         origins: torch.Tensor | None = None,
-        token_format: str | None = None,
+        token_format: TokenFormatName | None = None,
         receive: bool = True,
         expert_totals: torch.Tensor | None = None,
         wait_cycles: torch.Tensor | None = None,
@@ -665,7 +668,7 @@ class LowLatencyAllToAll(SplitLayer):
         own_args.trace = trace.data_ptr()
         return Launch(config, own_args, read, {**written, "trace": trace})
 
-    def _shape_of(self, token_format: str | None) -> LowLatencyShape:
+    def _shape_of(self, token_format: TokenFormatName | None) -> LowLatencyShape:
         if token_format is None or token_format == self.shape.token_format:
             return self.shape
         if not self.shape.any_format:

@@ -39,6 +39,8 @@ from .split_layer import ROW_ALIGNMENT, SplitLayer, name_of_dtype
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.tokens import TokenFormatName
+
 # Formats in which a caller may bring quantized tokens. Their scales travel as they are given.
 GIVEN_FORMATS = tuple(
     known.name
@@ -160,7 +162,7 @@ class AllToAll(SplitLayer):
         max_recv_rows: int,
         *,
         expert_alignment: int = 128,
-        token_format: str = "bf16",
+        token_format: TokenFormatName = "bf16",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | int | None = None,
         num_sms: int | None = None,
@@ -197,7 +199,7 @@ class AllToAll(SplitLayer):
         group: ProcessGroup | None,
         run: RunSettings,
         enable_profiling: bool = False,
-        token_format: str = "bf16",
+        token_format: TokenFormatName = "bf16",
     ) -> None:
         super()._set_up(shape, memory, group, run, enable_profiling)
         self._token_format = token_format
@@ -216,7 +218,7 @@ class AllToAll(SplitLayer):
         )
 
     @property
-    def token_format(self) -> str:
+    def token_format(self) -> TokenFormatName:
         """How they travel, unless a dispatch says otherwise."""
         return self._token_format
 
@@ -227,7 +229,7 @@ class AllToAll(SplitLayer):
         *,
         topk_weights: torch.Tensor | None = None,
         x_sf: torch.Tensor | None = None,
-        token_format: str | None = None,
+        token_format: TokenFormatName | None = None,
         handle: AllToAllHandle | None = None,
         row_ids: bool = False,
     ) -> tuple[Received, AllToAllHandle]:
@@ -408,7 +410,7 @@ class AllToAll(SplitLayer):
         *,
         topk_weights: torch.Tensor | None = None,
         x_sf: torch.Tensor | None = None,
-        token_format: str | None = None,
+        token_format: TokenFormatName | None = None,
         handle: AllToAllHandle | None = None,
         row_ids: bool = False,
     ) -> tuple[Launch, tuple[Received, AllToAllHandle]]:

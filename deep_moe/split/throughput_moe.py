@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
+    from deep_moe.activations import ActivationName
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
+
 # Experts take rows from anywhere, so there need be no padding between those of two.
 EXPERT_ALIGNMENT = 1
 
@@ -107,11 +111,11 @@ class ThroughputMoE:
         num_topk: int,
         *,
         max_recv_rows: int | None = None,
-        weights: str = DEFAULT_WEIGHTS,
+        weights: WeightsName = DEFAULT_WEIGHTS,
         biases: bool = False,
-        token_format: str | None = None,
+        token_format: TokenFormatName | None = None,
         quantize_behind: bool = False,
-        activation: str | Activation = DEFAULT_ACTIVATION,
+        activation: ActivationName | Activation = DEFAULT_ACTIVATION,
         activation_clamp: float | None = None,
         fast_math: bool = True,
         num_pool_tokens: int | None = None,

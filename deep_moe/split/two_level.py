@@ -79,6 +79,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
+    from deep_moe.activations import ActivationName
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
+
 _Call = TypeVar("_Call", bound=Callable[..., torch.Tensor])
 
 
@@ -107,7 +111,7 @@ class _DomainCall:
     weights: MegaMoEWeights
     biases: tuple[torch.Tensor | None, torch.Tensor | None]
     tensors: CallTensors
-    numerics: tuple[str | Activation, float | None, bool]
+    numerics: tuple[ActivationName | Activation, float | None, bool]
     options: Mapping[str, Any]
 
     def run(
@@ -226,8 +230,8 @@ class TwoLevelMoE:
         hidden: int,
         intermediate_hidden: int,
         *,
-        weights: str = DEFAULT_WEIGHTS,
-        token_format: str | None = None,
+        weights: WeightsName = DEFAULT_WEIGHTS,
+        token_format: TokenFormatName | None = None,
         num_shared_experts: int = 0,
         num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
         biases: bool = False,
@@ -305,7 +309,7 @@ class TwoLevelMoE:
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
-        activation: str | Activation = DEFAULT_ACTIVATION,
+        activation: ActivationName | Activation = DEFAULT_ACTIVATION,
         activation_clamp: float | None = None,
         fast_math: bool = True,
         l1_bias: torch.Tensor | None = None,

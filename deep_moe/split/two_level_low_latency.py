@@ -41,6 +41,9 @@ from .two_level_layer import TwoLevelLayer, check_listed, sms_beside_transport
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.heuristics.low_latency import Placement
+    from deep_moe.tokens import TokenFormatName
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TwoLevelDispatchHandle(DispatchHandle):
@@ -115,10 +118,10 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         num_experts: int,
         num_topk: int,
         *,
-        token_format: str = "fp8_128",
+        token_format: TokenFormatName = "fp8_128",
         zero_copy: bool = False,
         scales_by_column: bool = False,
-        placement: str = "ranks",
+        placement: Placement = "ranks",
         group_size: int = 128,
         dtype: torch.dtype = torch.bfloat16,
         num_max_foreign_tokens: int | None = None,

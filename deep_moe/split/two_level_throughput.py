@@ -32,6 +32,8 @@ from .two_level_layer import TwoLevelLayer, check_listed, sms_beside_transport
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.tokens import TokenFormatName
+
 _FORMATS = (*GIVEN_FORMATS, "bf16")
 
 
@@ -98,7 +100,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         max_recv_rows: int,
         *,
         expert_alignment: int = 128,
-        token_format: str = "bf16",
+        token_format: TokenFormatName = "bf16",
         dtype: torch.dtype = torch.bfloat16,
         num_max_foreign_tokens: int | None = None,
         num_transport_sms: int = NUM_TRANSPORT_SMS,
@@ -153,7 +155,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         self._connect(shape, place, groups, self._inside, timeout_s)
 
     @property
-    def token_format(self) -> str:
+    def token_format(self) -> TokenFormatName:
         """How they travel."""
         return self.shape.token_format
 

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from deep_moe.axes import further_values
 
@@ -25,10 +26,13 @@ __all__ = [
 TokenFormatName = Literal[
     "mxfp8", "fp8_128_ue8m0", "fp8_128_pow2", "fp8_128", "fp8_token", "nvfp4", "bf16"
 ]
-TOKEN_FORMATS: tuple[str, ...] = (*get_args(TokenFormatName), *further_values(__name__, __path__))
+TOKEN_FORMATS = cast(
+    "tuple[TokenFormatName, ...]",
+    (*get_args(TokenFormatName), *further_values(__name__, __path__)),
+)
 
 
-def token_format(name: str, known: tuple[str, ...] = TOKEN_FORMATS) -> TokenFormat:
+def token_format(name: str, known: Sequence[str] = TOKEN_FORMATS) -> TokenFormat:
     """The format of this name, or an error that says which there are. known: names that may be.
 
     >>> token_format("fp8_128").has_float_scales, token_format("bf16").block_k

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from . import TokenFormatName
+
     Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -30,10 +32,10 @@ class TokenFormat:
     local_scales: the struct that reads the words, in include/deep_moe/tokens/<name>.
     """
 
-    name: str
+    name: TokenFormatName
     values: str
     value_bits: int
-    in_products: str
+    in_products: TokenFormatName
     local_scales: str
     values_per_scale: int = 0
     scale_dtype: str | None = None

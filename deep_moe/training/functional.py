@@ -21,6 +21,7 @@ from .operators import encode_activation, gated_activation_of, moe_op
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.activations import ActivationName
     from deep_moe.fused.buffer import SymmBuffer
     from deep_moe.split.throughput import AllToAll
 
@@ -44,7 +45,7 @@ def moe(
     group: ProcessGroup | AllToAll | None = None,
     precision: Precision = "bf16",
     recompute: bool = False,
-    activation: str | Activation = "swiglu",
+    activation: ActivationName | Activation = "swiglu",
     activation_clamp: float | None = None,
     max_recv_slots: int | None = None,
     keep_received: bool = False,

@@ -23,8 +23,11 @@ from .operators import gated_activation_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.activations import ActivationName
     from deep_moe.fused.buffer import SymmBuffer
     from deep_moe.split.throughput import AllToAll
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
     from deep_moe.weights.layers import ExpertWeights
 
 
@@ -78,7 +81,7 @@ class MoELayer(nn.Module):
         biases: bool = False,
         precision: Precision = "bf16",
         recompute: bool = False,
-        activation: str | Activation = "swiglu",
+        activation: ActivationName | Activation = "swiglu",
         activation_clamp: float | None = None,
         max_recv_slots: int | None = None,
         keep_received: bool = False,
@@ -229,7 +232,9 @@ class MoELayer(nn.Module):
         return out.view(x.shape)
 
     @torch.no_grad()
-    def serving_weights(self, weights: str, token_format: str | None = None) -> ExpertWeights:
+    def serving_weights(
+        self, weights: WeightsName, token_format: TokenFormatName | None = None
+    ) -> ExpertWeights:
         """This rank's weights as an engine loads them: what forward "serving" lays out.
 
         Args:

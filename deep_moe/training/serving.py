@@ -173,9 +173,12 @@ def _serve(
         assert b1 is not None
         assert b3 is not None
         assert b2 is not None
-        form = {"weights": shape.weights, "token_format": shape.token_format}
         l1_bias, l2_bias = transform_biases_for_mega_moe(
-            torch.cat([b1, b3], dim=1), b2, target.name, **form
+            torch.cat([b1, b3], dim=1),
+            b2,
+            target.name,
+            weights=shape.weights,
+            token_format=shape.token_format,
         )
     weights = _laid_out(parameters, target, on_target)
     # Ids that name no expert are unused slots here, and an error there.

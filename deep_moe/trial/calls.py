@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from deep_moe.weights.transform import transform_weights_for_mega_moe
 from .rank_processes import results_of_ranks
 from .synthetic import LayerParts, Tokens
 from .trace import RankTrace, record
+
+if TYPE_CHECKING:
+    from deep_moe.activations import ActivationName
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def run_emulated_in_a_row(
     layer: LayerParts,
     calls: Calls,
     *,
-    activation: str | Activation = DEFAULT_ACTIVATION,
+    activation: ActivationName | Activation = DEFAULT_ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     schedule: Schedule = "random",

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 
@@ -44,6 +44,9 @@ from .synthetic import Layer, Tokens, exact_layer, exact_tokens, name_twice, put
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
 
 ARCHS = tuple(TARGETS)
 CASES_PER_KERNEL = 4  # one after the other, so that a compilation serves several
@@ -232,10 +235,10 @@ class FuzzCase:
         return target_of(self.arch).weights_of(*self._formats)
 
     @property
-    def _formats(self) -> tuple[str, str]:
+    def _formats(self) -> tuple[WeightsName, TokenFormatName]:
         """Of the weights, and of the tokens."""
         weights, _, tokens = self.values["weights"].partition(BESIDE)
-        return weights, tokens
+        return cast("WeightsName", weights), cast("TokenFormatName", tokens)
 
     def inputs(self) -> list[list[Tokens]]:
         """Of each call, each rank's."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -34,6 +34,10 @@ from .fuzzing import (
 from .reference import reference_mega_moe
 from .split_calls import RankExperts, all_to_all_sizes, received_rows
 from .synthetic import Layer, Tokens
+
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
 
 # Ranks, experts, top-k, hidden, intermediate. A multiple of 512, so that every format goes.
 _SHAPES = ((1, 4, 2, 512, 256), (2, 4, 3, 512, 96), (2, 6, 2, 512, 128), (3, 6, 4, 512, 128))
@@ -91,9 +95,9 @@ class SplitCase(FuzzCase):
         return str(self.values["weights"]).partition(BESIDE)[2]
 
     @property
-    def _formats(self) -> tuple[str, str]:
+    def _formats(self) -> tuple[WeightsName, TokenFormatName]:
         weights = str(self.values["weights"]).partition(BESIDE)[0]
-        return weights, token_format(self.token_format).in_products
+        return cast("WeightsName", weights), token_format(self.token_format).in_products
 
     @property
     def accumulates(self) -> bool:

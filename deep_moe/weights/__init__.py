@@ -17,18 +17,20 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from deep_moe.axes import further_values
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from deep_moe.tokens import TokenFormatName
+
     from .format import WeightFormat
 
 WeightsName = Literal["mxfp4", "fp8", "bf16", "nvfp4", "int4", "mxfp8"]
 WEIGHTS: tuple[str, ...] = (*get_args(WeightsName), *further_values(__name__, __path__))
-DEFAULT_WEIGHTS = "mxfp4"
+DEFAULT_WEIGHTS: WeightsName = "mxfp4"
 
 
 def check_weights_name(name: object, known: Iterable[str] = WEIGHTS, where: str = "") -> None:
@@ -51,7 +53,7 @@ def weight_format(name: str) -> WeightFormat:
     return found
 
 
-def default_token_format(weights: str, chosen: str | None = None) -> str:
+def default_token_format(weights: str, chosen: str | None = None) -> TokenFormatName:
     """The tokens that go with weights of a format where nothing is said, or `chosen`, what is said.
 
     >>> default_token_format("mxfp4"), default_token_format("bf16")
@@ -60,10 +62,9 @@ def default_token_format(weights: str, chosen: str | None = None) -> str:
     'bf16'
     """
     if chosen is not None:
-        return chosen
+        return cast("TokenFormatName", chosen)
     check_weights_name(weights)
-    name = folder_module(weights).DEFAULT_TOKENS
-    assert isinstance(name, str)
+    name: TokenFormatName = folder_module(weights).DEFAULT_TOKENS
     return name
 
 

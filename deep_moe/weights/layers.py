@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 import torch.utils._pytree
@@ -16,6 +16,9 @@ from deep_moe.tensor_memory import check_dense, check_memory
 
 from . import DEFAULT_WEIGHTS, default_token_format
 from .format import WeightFormat
+
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 LayerTensors = tuple[torch.Tensor, ...]  # what stands for `LayerWeights` where users give weights
@@ -235,7 +238,7 @@ def shape_of_weights(
         num_ranks=1,
         num_topk=1,
         num_max_tokens_per_rank=1,
-        weights=weights,
+        weights=cast("WeightsName", weights),
         token_format=default_token_format(weights, token_format),
         **sizes._asdict(),
     )

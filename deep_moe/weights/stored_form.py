@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -13,6 +13,10 @@ from deep_moe.errors import CheckpointError
 from deep_moe.formats.block_scaled import GROUP_SIZE
 
 from .layers import ExpertWeights, LayerWeights
+
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
 
 BYTE_DTYPES = (torch.uint8, torch.float8_e8m0fnu)  # of UE8M0 scales
 PACKED_DTYPES = (torch.uint8, torch.int8)  # of bytes of two values
@@ -41,11 +45,11 @@ class StoredForm(ABC):
     alone.
     """
 
-    weights: ClassVar[str]
+    weights: ClassVar[WeightsName]
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]]
     values_per_element: ClassVar[int]
     spellings: ClassVar[tuple[Suffixes, ...]]
-    token_format: ClassVar[str | None] = None
+    token_format: ClassVar[TokenFormatName | None] = None
     token_scale: ClassVar[str | None] = None
     has_columns_first: ClassVar[bool] = False
     constants: ClassVar[Mapping[str, int]] = {}

@@ -7,7 +7,7 @@ folder's file for a kernel says how that kernel reads them.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,6 +33,10 @@ from .layers import (
     shape_of_weights,
 )
 
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
+
 _ALIGNMENT = 16  # bytes, of tensors that kernels load
 
 
@@ -41,8 +45,8 @@ def transform_weights_for_mega_moe(
     l2_weights: LayerTensors | torch.Tensor,
     arch: str | None = None,
     *,
-    weights: str = DEFAULT_WEIGHTS,
-    token_format: str | None = None,
+    weights: WeightsName = DEFAULT_WEIGHTS,
+    token_format: TokenFormatName | None = None,
     requantize: bool = False,
     out: MegaMoEWeights | None = None,
 ) -> MegaMoEWeights:
@@ -133,8 +137,8 @@ def empty_weights_for_mega_moe(
     *,
     arch: str | None = None,
     device: torch.device | str = "cpu",
-    weights: str = DEFAULT_WEIGHTS,
-    token_format: str | None = None,
+    weights: WeightsName = DEFAULT_WEIGHTS,
+    token_format: TokenFormatName | None = None,
     has_gate: bool = True,
 ) -> MegaMoEWeights:
     """Uninitialized tensors of the form that `transform_weights_for_mega_moe` gives `num_experts`
@@ -167,8 +171,8 @@ def inverse_transform_weights(
     l2_weights: Pair,
     arch: str | None = None,
     *,
-    weights: str = DEFAULT_WEIGHTS,
-    token_format: str | None = None,
+    weights: WeightsName = DEFAULT_WEIGHTS,
+    token_format: TokenFormatName | None = None,
     hidden: int | None = None,
     intermediate_hidden: int | None = None,
     has_gate: bool = True,
@@ -218,7 +222,10 @@ def inverse_transform_weights(
 
 
 def _target_weights(
-    arch: str | None, device: torch.device, weights: str, token_format: str | None
+    arch: str | None,
+    device: torch.device,
+    weights: WeightsName,
+    token_format: TokenFormatName | None,
 ) -> tuple[Target, TargetWeights]:
     target = target_for(arch, device)
     return target, target.weights_of(weights, token_format)

@@ -4,7 +4,7 @@ and with the smallest one."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,13 +15,18 @@ from deep_moe.trial.synthetic import exact_tokens, random_tokens
 from deep_moe.weights import WEIGHTS
 from tests.layer.rank_layer import RankLayer, this_gpu
 
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
+
 pytestmark = pytest.mark.gpu
 
 SMALLEST_POOL = 384
 POOLS = [None, SMALLEST_POOL]
 
 
-def one_rank(weights: str, num_tokens: int, num_pool_tokens: int | None, **more: Any) -> MoEShape:
+def one_rank(
+    weights: WeightsName, num_tokens: int, num_pool_tokens: int | None, **more: Any
+) -> MoEShape:
     target = target_of_device(this_gpu().device)
     if weights not in {own.weights for own in target.weights}:
         pytest.skip(f"there is no kernel for {weights} weights on {target.name}")
@@ -35,7 +40,7 @@ def one_rank(weights: str, num_tokens: int, num_pool_tokens: int | None, **more:
 
 @pytest.mark.parametrize("num_pool_tokens", POOLS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_every_tile(weights: str, num_pool_tokens: int | None) -> None:
+def test_every_tile(weights: WeightsName, num_pool_tokens: int | None) -> None:
     """Exact layers, bit for bit, with the tile that fits each number of tokens; two calls each."""
     shape = one_rank(weights, 1100, num_pool_tokens)
     case = RankLayer(this_gpu(), shape, exact=True)
@@ -49,7 +54,9 @@ def test_every_tile(weights: str, num_pool_tokens: int | None) -> None:
 @pytest.mark.parametrize("num_pool_tokens", [None, 3 * SMALLEST_POOL])
 @pytest.mark.parametrize("num_shared_experts", [1, 3])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_shared_experts(weights: str, num_shared_experts: int, num_pool_tokens: int | None) -> None:
+def test_shared_experts(
+    weights: WeightsName, num_shared_experts: int, num_pool_tokens: int | None
+) -> None:
     shape = one_rank(weights, 600, num_pool_tokens, num_shared_experts=num_shared_experts)
     case = RankLayer(this_gpu(), shape, exact=True)
     for num_tokens in (0, 1, 40, 200, 600, 600):
@@ -60,7 +67,7 @@ def test_shared_experts(weights: str, num_shared_experts: int, num_pool_tokens: 
 
 @pytest.mark.parametrize("num_pool_tokens", POOLS)
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_biases(weights: str, num_pool_tokens: int | None) -> None:
+def test_biases(weights: WeightsName, num_pool_tokens: int | None) -> None:
     shape = one_rank(weights, 600, num_pool_tokens, biases=True)
     case = RankLayer(this_gpu(), shape, exact=True)
     for num_tokens in (0, 1, 40, 200, 600, 600):
@@ -88,7 +95,7 @@ def test_float_scales_of_tokens(biases: bool, num_pool_tokens: int | None) -> No
 
 @pytest.mark.parametrize("hidden", [1056, 1120])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_sizes_off_128(weights: str, hidden: int) -> None:
+def test_sizes_off_128(weights: WeightsName, hidden: int) -> None:
     shape = replace(
         one_rank(weights, 300, None, biases=True), hidden=hidden, intermediate_hidden=544
     )
@@ -101,7 +108,9 @@ def test_sizes_off_128(weights: str, hidden: int) -> None:
 @pytest.mark.parametrize("num_pool_tokens", POOLS)
 @pytest.mark.parametrize("sizes", [(1024, 512), (768, 384)], ids=["even", "odd"])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_sm90_clusters(weights: str, sizes: tuple[int, int], num_pool_tokens: int | None) -> None:
+def test_sm90_clusters(
+    weights: WeightsName, sizes: tuple[int, int], num_pool_tokens: int | None
+) -> None:
     """Two CTAs that share weights; even and odd numbers of n-blocks; all tiles."""
     if target_of_device(this_gpu().device).kernel != "sm90":
         pytest.skip("clusters of SM100 are of another kind")
@@ -120,7 +129,7 @@ def test_sm90_clusters(weights: str, sizes: tuple[int, int], num_pool_tokens: in
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_all_tokens_to_one_expert(weights: str) -> None:
+def test_all_tokens_to_one_expert(weights: WeightsName) -> None:
     shape = one_rank(weights, 700, SMALLEST_POOL)
     case = RankLayer(this_gpu(), shape, exact=True)
     tokens = exact_tokens(shape, 700, seed=1)
@@ -132,7 +141,7 @@ def test_all_tokens_to_one_expert(weights: str) -> None:
 @pytest.mark.parametrize("num_pool_tokens", POOLS)
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_activations(weights: str, activation: str, num_pool_tokens: int | None) -> None:
+def test_activations(weights: WeightsName, activation: str, num_pool_tokens: int | None) -> None:
     shape = one_rank(weights, 300, num_pool_tokens)
     case = RankLayer(this_gpu(), shape, exact=False)
     for num_tokens in (5, 300):
@@ -142,7 +151,7 @@ def test_activations(weights: str, activation: str, num_pool_tokens: int | None)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_thousand_calls_in_the_smallest_pool(weights: str) -> None:
+def test_a_thousand_calls_in_the_smallest_pool(weights: WeightsName) -> None:
     shape = one_rank(weights, 500, SMALLEST_POOL)
     case = RankLayer(this_gpu(), shape, exact=True)
     tokens = exact_tokens(shape, 500, seed=3)

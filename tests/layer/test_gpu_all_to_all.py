@@ -20,6 +20,7 @@ from deep_moe.heuristics.low_latency import (
     PLACEMENTS,
     LowLatencyConfig,
     LowLatencyShape,
+    Placement,
 )
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
@@ -101,7 +102,7 @@ def expected(layer: LowLatencyAllToAll, rank: Rank, inputs: Inputs) -> torch.Ten
     return expected_out(layer.shape, rank.idx, inputs.topk_idxs, weights, inputs.ys)
 
 
-def every_kind_of_call(rank: Rank, placement: str = "ranks") -> None:
+def every_kind_of_call(rank: Rank, placement: Placement = "ranks") -> None:
     layer = make(rank, scales_by_column=True, placement=placement)
     seed = 0
     for format in ALL_TO_ALL_FORMATS:

@@ -4,7 +4,7 @@ The same runs in the emulator, so that the tests are right themselves."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,13 +23,16 @@ from deep_moe.trial.trace import record
 from tests.layer.conftest import ALL, RunRanks
 from tests.layer.rank_pool import Place, Rank
 
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
+
 NUM_REPLAYS = 200
 MAX_TOKENS = 160
 # %globaltimer may count in steps of a microsecond.
 CLOCK_NS = 2000
 
 
-def shape_of(rank: Rank, weights: str = "mxfp4", biases: bool = False) -> MoEShape:
+def shape_of(rank: Rank, weights: WeightsName = "mxfp4", biases: bool = False) -> MoEShape:
     num_experts = 4 * rank.num_ranks
     return MoEShape(
         rank.num_ranks, num_experts, 3, 512, 256, MAX_TOKENS, weights=weights, biases=biases
@@ -87,7 +90,7 @@ def is_exact(rank: Rank, shape: MoEShape, layer: Layer, y: torch.Tensor, tokens:
     return compare(y.cpu(), bounds.y).is_exact
 
 
-def every_bit(rank: Rank, most: int, weights: str, biases: bool) -> None:
+def every_bit(rank: Rank, most: int, weights: WeightsName, biases: bool) -> None:
     """Three calls in a row, none of which waits for the one before."""
     shape = shape_of(rank, weights, biases)
     layer = layer_of(rank, shape)
@@ -196,7 +199,7 @@ def check_traces(found: list[dict[str, float]]) -> None:
 @pytest.mark.parametrize(
     ("weights", "biases"), [("mxfp4", False), ("fp8", True), ("bf16", False)], ids=str
 )
-def test_every_bit(run_ranks: RunRanks, num_ranks: int, weights: str, biases: bool) -> None:
+def test_every_bit(run_ranks: RunRanks, num_ranks: int, weights: WeightsName, biases: bool) -> None:
     run_ranks(Place.GPUS, num_ranks, every_bit, MAX_TOKENS, weights, biases)
 
 

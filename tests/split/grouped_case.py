@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,11 +21,14 @@ from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import Layer, exact_layer, exact_tokens, random_layer
 from deep_moe.weights import default_token_format
 
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
+
 COUNTS = (37, 0, 5, 66)
 UNTOUCHED = -7.0
 
 
-def shape_of(counts: tuple[int, ...], weights: str = "mxfp4", **more: Any) -> MoEShape:
+def shape_of(counts: tuple[int, ...], weights: WeightsName = "mxfp4", **more: Any) -> MoEShape:
     """The experts as a layer of one rank, whose tokens have one slot."""
     return MoEShape(
         num_ranks=1,
@@ -151,7 +154,7 @@ class Case:
 def random_case(
     arch: str,
     counts: tuple[int, ...] = COUNTS,
-    weights: str = "mxfp4",
+    weights: WeightsName = "mxfp4",
     token_format: str | None = None,
     **more: Any,
 ) -> Case:
@@ -184,7 +187,7 @@ def random_case(
 
 
 def exact_case(
-    arch: str, counts: tuple[int, ...] = COUNTS, weights: str = "mxfp4", **more: Any
+    arch: str, counts: tuple[int, ...] = COUNTS, weights: WeightsName = "mxfp4", **more: Any
 ) -> Case:
     shape = shape_of(counts, weights, **more)
     scale_block = target_of(arch).weights_of(weights, shape.token_format).scale_block

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from deep_moe.weights import WEIGHTS
 
 from .grouped_case import Case, random_case
 
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
@@ -25,7 +28,7 @@ COUNTS = (37, 0, 300, 66)
 NUM_ROWS = 320
 
 
-def case_here(weights: str = "mxfp4", **more: Any) -> Case:
+def case_here(weights: WeightsName = "mxfp4", **more: Any) -> Case:
     target = target_of_device(torch.device("cuda"))
     if weights not in {own.weights for own in target.weights}:
         pytest.skip(f"there is no kernel for {weights} weights on {target.name}")
@@ -67,7 +70,7 @@ def rows_of(y: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_rows_are_right(weights: str, biases: bool) -> None:
+def test_rows_are_right(weights: WeightsName, biases: bool) -> None:
     case = case_here(weights, biases=biases)
     bounds = case.bounds(on_gpu=True)
     with experts_of(case) as experts:

@@ -23,6 +23,8 @@ from .utils import EventHandle, EventOverlap
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.tokens import TokenFormatName
+
 Hook = Callable[[], None]
 
 # What arguments of the layer are called here.
@@ -567,7 +569,7 @@ def _shape_of(
     )
 
 
-def _format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> str:
+def _format(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> TokenFormatName:
     flags = {"use_fp8": use_fp8, "round_scale": round_scale, "use_ue8m0": use_ue8m0}
     for name, flag in flags.items():
         require_type(name, flag, bool, "a bool")

@@ -27,6 +27,8 @@ from .utils import EventHandle, EventOverlap
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.tokens import TokenFormatName
+
 Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 _SIZE_ALIGNMENT = 2 << 20  # bytes, of what a size hint says
 _SF_ALIGNMENT = 4  # rows of 4 bytes, which TMA wants to begin at multiples of 16
@@ -515,7 +517,7 @@ def _refuse_with_handle(
         raise ValueError("do_cpu_sync must be False or None with a handle; got True")
 
 
-def _taken_apart(x: Tokens) -> tuple[torch.Tensor, torch.Tensor | None, str]:
+def _taken_apart(x: Tokens) -> tuple[torch.Tensor, torch.Tensor | None, TokenFormatName]:
     """Tokens, scales in rows, and what that is called."""
     if not isinstance(x, tuple):
         require_type("x", x, torch.Tensor, "a tensor, or a pair of tensors")
@@ -527,7 +529,7 @@ def _taken_apart(x: Tokens) -> tuple[torch.Tensor, torch.Tensor | None, str]:
         require_type(name, tensor, torch.Tensor, "a tensor")
     if scales.dtype not in (torch.float32, torch.int32):
         raise TypeError(f"x[1] must be float32 or int32; got {scales.dtype}")
-    token_format = "fp8_128" if scales.dtype == torch.float32 else "mxfp8"
+    token_format: TokenFormatName = "fp8_128" if scales.dtype == torch.float32 else "mxfp8"
     return values, scales.contiguous(), token_format
 
 

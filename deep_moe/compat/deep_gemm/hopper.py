@@ -17,6 +17,8 @@ from .mega import ACTIVATION, FP8_TYPE, Pair, SymmBuffer, fill_from_model
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .mega import DeepGemmActivation
+
 CAPABILITY = (9, 0)
 GROUP_SIZE = 128
 
@@ -29,7 +31,7 @@ def get_symm_buffer_for_sm90_mega_moe(
     hidden: int,
     intermediate_hidden: int,
     use_fp8_dispatch: bool = True,
-    activation: str = ACTIVATION,
+    activation: DeepGemmActivation = ACTIVATION,
     *,
     device: torch.device | str | int | None = None,
 ) -> SymmBuffer:

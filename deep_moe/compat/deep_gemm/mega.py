@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -29,12 +29,20 @@ from .utils import align
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-MMA_TYPE = "fp8xfp4"
-FP8_TYPE = "fp8xfp8"
-BF16_TYPE = "bf16xbf16"
-WEIGHTS = {MMA_TYPE: "mxfp4", FP8_TYPE: "fp8", BF16_TYPE: "bf16"}  # their format, by mma_type
-ACTIVATION = "swiglu"
-ACTIVATIONS = (ACTIVATION, Situ.name)  # that DeepGEMM has
+    from deep_moe.activations import ActivationName
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
+
+MmaType = Literal["fp8xfp4", "fp8xfp8", "bf16xbf16"]
+MMA_TYPE: MmaType
+FP8_TYPE: MmaType
+BF16_TYPE: MmaType
+MMA_TYPE, FP8_TYPE, BF16_TYPE = "fp8xfp4", "fp8xfp8", "bf16xbf16"
+# Of weights, by mma_type.
+WEIGHTS: dict[MmaType, WeightsName] = {MMA_TYPE: "mxfp4", FP8_TYPE: "fp8", BF16_TYPE: "bf16"}
+DeepGemmActivation = Literal["swiglu", "situ"]
+ACTIVATION: DeepGemmActivation = "swiglu"
+ACTIVATIONS = get_args(DeepGemmActivation)
 RECIPE = (1, 1, 32)
 FLOAT_RECIPE = (128, 128, 128)  # with float32 scales of tokens
 TOKEN_ALIGNMENT = 384  # the least number that every size of an m-block there divides
@@ -86,11 +94,11 @@ class SymmBuffer:
         hidden: int,
         intermediate_hidden: int,
         num_shared_experts: int = 0,
-        mma_type: str = MMA_TYPE,
-        activation: str = ACTIVATION,
+        mma_type: MmaType = MMA_TYPE,
+        activation: DeepGemmActivation = ACTIVATION,
         base: SymmBuffer | None = None,
         *,
-        token_format: str | None = None,
+        token_format: TokenFormatName | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
         """group: a process group, or None for one rank. mma_type: "fp8xfp4", "fp8xfp8" or
@@ -161,8 +169,8 @@ def get_symm_buffer_for_mega_moe(
     intermediate_hidden: int,
     num_shared_experts: int = 0,
     use_fp8_dispatch: bool | None = None,
-    mma_type: str = MMA_TYPE,
-    activation: str = ACTIVATION,
+    mma_type: MmaType = MMA_TYPE,
+    activation: DeepGemmActivation = ACTIVATION,
     *,
     device: torch.device | str | int | None = None,
 ) -> SymmBuffer:
@@ -218,8 +226,8 @@ def get_symm_buffer_for_mega_moe(
 def transform_weights_for_mega_moe(
     l1_weights: Pair | torch.Tensor,
     l2_weights: Pair | torch.Tensor,
-    activation: str = ACTIVATION,
-    mma_type: str = MMA_TYPE,
+    activation: DeepGemmActivation = ACTIVATION,
+    mma_type: MmaType = MMA_TYPE,
     *,
     arch: str | None = None,
     requantize: bool = False,
@@ -270,7 +278,7 @@ def fp8_fp4_mega_moe(
     shared_l2_weights: Pair | None = None,
     cumulative_local_expert_recv_stats: torch.Tensor | None = None,
     recipe: tuple[int, int, int] = RECIPE,
-    activation: str = ACTIVATION,
+    activation: DeepGemmActivation = ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     situ_beta: float | None = None,
@@ -337,7 +345,7 @@ def fp8_mega_moe(
     sym_buffer: SymmBuffer,
     cumulative_local_expert_recv_stats: torch.Tensor | None = None,
     recipe: tuple[int, int, int] = RECIPE,
-    activation: str = ACTIVATION,
+    activation: DeepGemmActivation = ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     num_tokens_bound: int | None = None,
@@ -404,7 +412,7 @@ def bf16_mega_moe(
     shared_l1_weights: torch.Tensor | None = None,
     shared_l2_weights: torch.Tensor | None = None,
     cumulative_local_expert_recv_stats: torch.Tensor | None = None,
-    activation: str = ACTIVATION,
+    activation: DeepGemmActivation = ACTIVATION,
     activation_clamp: float | None = None,
     fast_math: bool = True,
     *,
@@ -569,7 +577,7 @@ def get_block_m_for_mega_moe(
     num_max_tokens_per_rank: int,
     num_tokens: int,
     num_topk: int,
-    mma_type: str = MMA_TYPE,
+    mma_type: MmaType = MMA_TYPE,
 ) -> int:
     """Rows of an m-block of the kernel for `num_tokens` tokens per rank, on the current GPU or, if
     there is none, what a CPU emulates: the heuristics' choice, which overrides and tuning tables
@@ -631,7 +639,7 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _weights_of(mma_type: str) -> str:
+def _weights_of(mma_type: str) -> WeightsName:
     if not isinstance(mma_type, str) or mma_type not in WEIGHTS:
         raise ValueError(
             "mma_type must be 'fp8xfp4' or 'fp8xfp8', FP8 tokens and MXFP4 or FP8 weights, or "
@@ -653,7 +661,7 @@ def _refuse_shared(shared_l1_weights: object, shared_l2_weights: object) -> None
             )
 
 
-def _check_buffer(sym_buffer: object, mma_type: str = MMA_TYPE) -> None:
+def _check_buffer(sym_buffer: object, mma_type: MmaType = MMA_TYPE) -> None:
     if not isinstance(sym_buffer, SymmBuffer):
         raise TypeError(
             "sym_buffer must be of deep_moe.compat.deep_gemm.get_symm_buffer_for_mega_moe; "
@@ -675,8 +683,8 @@ def _check_activation(activation: str) -> None:
 
 
 def _activation(
-    name: str, situ_beta: float | None, situ_linear_beta: float | None
-) -> str | Activation:
+    name: DeepGemmActivation, situ_beta: float | None, situ_linear_beta: float | None
+) -> ActivationName | Activation:
     """As `deep_moe.fp8_fp4_mega_moe` takes it."""
     _check_activation(name)
     given = {"situ_beta": situ_beta, "situ_linear_beta": situ_linear_beta}

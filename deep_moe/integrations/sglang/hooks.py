@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from ..token_format import served_token_format
 from ..unsupported import UnsupportedError
 from . import engine, loading
 from .forms import check_supported, form_of
+
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
 
 # SGLang shows the lines of every logger.
 logger = logging.getLogger("sglang.deep_moe")
@@ -232,7 +235,7 @@ def _taken_over(experts: Any) -> ServedExperts:
         is_packed = w13.dtype in _PACKED
         if not is_packed and w13.dtype != torch.float8_e4m3fn:
             raise UnsupportedError(f"weights of {w13.dtype} are not supported")
-        weights = "mxfp4" if is_packed else "fp8"
+        weights: WeightsName = "mxfp4" if is_packed else "fp8"
         rows, hidden = w13.shape[1], w13.shape[2] * (2 if is_packed else 1)
     else:
         weights = form.weights

@@ -20,6 +20,8 @@ from ..engine_version import require_version
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from deep_moe.tokens import TokenFormatName
+
 __all__ = ["close_buffers", "prepare", "register", "release"]
 
 # The versions whose interfaces this was written for: from vLLM's and SGLang's on.
@@ -31,7 +33,7 @@ def register(
     quantize: bool = False,
     max_tokens_per_rank: int | None = None,
     num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
-    token_format: str | None = None,
+    token_format: TokenFormatName | None = None,
     arch: str | None = None,
 ) -> None:
     """Make the experts and `DistributedConfig(ep_implementation=...)` of the name "deep_moe"

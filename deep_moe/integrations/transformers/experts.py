@@ -29,6 +29,8 @@ from .taken import Loan, end_loans, has_shared_memory, loan_of, take
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.weights import WeightsName
+
 NAME = "deep_moe"
 MAX_CHUNK = 8192  # tokens of one call
 
@@ -67,7 +69,7 @@ class _Decision:
     tensors: tuple[int, ...]
     obstacle: str | None
     num_topk: int
-    weights: str | None
+    weights: WeightsName | None
     reason: str
 
 

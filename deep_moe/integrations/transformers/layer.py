@@ -48,6 +48,9 @@ from .taken import reason_not_to_take
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
+
 _LINEARS = ("gate_up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _SCALES = "_scale_inv"
@@ -179,7 +182,7 @@ def lay_out(
     options: Options,
     *,
     num_topk: int,
-    weights: str | None = None,
+    weights: WeightsName | None = None,
 ) -> ExpertsLayer:
     """Lay out a module's experts for the kernel; the module stays as it is.
 
@@ -276,12 +279,12 @@ class _Source:
     hidden: int
     intermediate_hidden: int
     device: torch.device
-    weights: str
+    weights: WeightsName
     given: dict[str, _Given]
     biases: tuple[torch.Tensor, torch.Tensor] | None
     is_exact: bool
     expert: Callable[[int], tuple[LayerWeights, LayerWeights]]
-    token_format: str | None = None
+    token_format: TokenFormatName | None = None
 
 
 def _source(module: torch.nn.Module, quantize: bool) -> _Source:
@@ -316,6 +319,7 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         )
     if l1.dtype in _FLOATS:
         layers = dict(zip(_LINEARS, (l1, l2), strict=True))
+        weights: WeightsName
         weights, is_exact = _format_of_floats(layers, form, quantize=quantize)
         make = quantize_mxfp4 if weights == "mxfp4" else weight_format(weights).quantize
 
@@ -459,7 +463,7 @@ def _local(tensor: Any) -> Any:
 
 def _format_of_floats(
     layers: dict[str, torch.Tensor], form: _Form, *, quantize: bool
-) -> tuple[str, bool]:
+) -> tuple[WeightsName, bool]:
     """In which format the kernel gets experts of floats, and whether it holds them as they are:
     MXFP4 if they are told to be rounded to it, or need no rounding, as where a checkpoint was
     dequantized when it was loaded; otherwise BF16."""

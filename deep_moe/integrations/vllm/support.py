@@ -4,7 +4,7 @@ are loaded, on all ranks alike. Nothing here imports vLLM."""
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from deep_moe.activations import (
     Activation,
@@ -18,6 +18,10 @@ from deep_moe.activations import (
 
 from ..shared_buffers import LayerSizes
 from ..unsupported import UnsupportedError
+
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
 
 # Backends that leave the layer's sizes and placement alone. "allgather_reducescatter" is the
 # default. Others were chosen by the user.
@@ -37,8 +41,8 @@ class Plan(NamedTuple):
 
 def plan_of(
     layer: Any,
-    weights: str,
-    token_format: str,
+    weights: WeightsName,
+    token_format: TokenFormatName,
     tp_size: int,
     *,
     is_gpt_oss: bool = False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -12,12 +12,15 @@ from ..layers import LayerWeights
 from ..stored_form import Expected, StoredForm, Suffixes, Tensors
 from .format import no_scales
 
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
+
 
 @dataclass(frozen=True)
 class StoredBf16(StoredForm):
     """BF16 [rows, K], without scales."""
 
-    weights: ClassVar[str] = "bf16"
+    weights: ClassVar[WeightsName] = "bf16"
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {"weight": (torch.bfloat16,)}
     values_per_element: ClassVar[int] = 1
     spellings: ClassVar[tuple[Suffixes, ...]] = ({"weight": ".weight"},)

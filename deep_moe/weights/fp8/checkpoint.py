@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -24,6 +24,10 @@ from ..stored_form import (
     check_positive,
 )
 
+if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
+    from deep_moe.weights import WeightsName
+
 BLOCK = 128  # rows and columns that share a scale, if not 32 columns do
 
 
@@ -39,7 +43,7 @@ class StoredFp8(StoredForm):
     scale_rows: int
     scale_columns: int
 
-    weights: ClassVar[str] = "fp8"
+    weights: ClassVar[WeightsName] = "fp8"
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
         "weight": (torch.float8_e4m3fn,),
         "scale": (*_FLOATS, *BYTE_DTYPES),
@@ -141,14 +145,14 @@ class StoredFp8Whole(StoredForm):
     scale_dtype: torch.dtype
     is_of_row: bool
 
-    weights: ClassVar[str] = StoredFp8.weights
+    weights: ClassVar[WeightsName] = StoredFp8.weights
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
         "weight": (torch.float8_e4m3fn,),
         "scale": _FLOATS,
     }
     values_per_element: ClassVar[int] = 1
     spellings: ClassVar[tuple[Suffixes, ...]] = ({"weight": ".weight", "scale": ".weight_scale"},)
-    token_format: ClassVar[str | None] = "fp8_token"
+    token_format: ClassVar[TokenFormatName | None] = "fp8_token"
 
     @classmethod
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:

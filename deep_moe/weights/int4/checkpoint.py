@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -14,6 +14,9 @@ from deep_moe.errors import CheckpointError
 
 from ..layers import LayerWeights
 from ..stored_form import Expected, StoredForm, Suffixes, Tensors
+
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
 
 GROUP_SIZES = (32, 128)  # values along K that share a scale
 
@@ -32,7 +35,7 @@ class StoredInt4(StoredForm):
 
     group_size: int
 
-    weights: ClassVar[str] = "int4"
+    weights: ClassVar[WeightsName] = "int4"
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
         "weight": (torch.int32,),
         "scale": (torch.bfloat16,),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -24,12 +24,15 @@ from ..stored_form import (
     ue8m0_scales,
 )
 
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
+
 
 @dataclass(frozen=True)
 class StoredMxfp4(StoredForm):
     """E2M1 [rows, K/2] and UE8M0 [rows, K/32]."""
 
-    weights: ClassVar[str] = "mxfp4"
+    weights: ClassVar[WeightsName] = "mxfp4"
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
         "weight": PACKED_DTYPES,
         "scale": BYTE_DTYPES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -22,12 +22,15 @@ from ..stored_form import (
     ue8m0_scales,
 )
 
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
+
 
 @dataclass(frozen=True)
 class StoredMxfp8(StoredForm):
     """E4M3 [rows, K] and UE8M0 [rows, K/32]."""
 
-    weights: ClassVar[str] = "mxfp8"
+    weights: ClassVar[WeightsName] = "mxfp8"
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
         "weight": (torch.float8_e4m3fn,),
         "scale": BYTE_DTYPES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -24,13 +24,16 @@ from ..stored_form import (
 )
 from .format import first_wrong_scale
 
+if TYPE_CHECKING:
+    from deep_moe.weights import WeightsName
+
 
 @dataclass(frozen=True)
 class StoredNvfp4(StoredForm):
     """E2M1 [rows, K/2], E4M3 [rows, K/16] and float32 [], by which the products of both are
     multiplied."""
 
-    weights: ClassVar[str] = "nvfp4"
+    weights: ClassVar[WeightsName] = "nvfp4"
     dtypes: ClassVar[Mapping[str, tuple[torch.dtype, ...]]] = {
         "weight": PACKED_DTYPES,
         "scale": (torch.float8_e4m3fn,),

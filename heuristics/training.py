@@ -159,6 +159,11 @@ class QuantizeRowsConfig(TrainingConfig):
 
 
 @dataclass(frozen=True)
+class DequantizeRowsConfig(TrainingConfig):
+    step: ClassVar[str] = "dequantize_rows"
+
+
+@dataclass(frozen=True)
 class QuantizeWeightsConfig(TrainingConfig):
     """is_by_columns: weights are [experts, N, K] in memory."""
 

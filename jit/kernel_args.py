@@ -43,6 +43,7 @@ ARGS_OF_STEP = {
     "activate_rows": ActivateRowsArgs,
     "activate_rows_backward": ActivateRowsBackwardArgs,
     "scatter_rows": ScatterRowsArgs,
+    "dequantize_rows": QuantizeRowsArgs,
     "quantize_rows": QuantizeRowsArgs,
     "quantize_weights": QuantizeWeightsArgs,
     "round_weights": RoundWeightsArgs,

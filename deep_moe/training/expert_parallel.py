@@ -37,6 +37,7 @@ class Options:
     arch: str | None
     recompute: bool
     keep_received: bool
+    quantize_kept: bool
 
 
 @torch.compiler.disable
@@ -103,6 +104,8 @@ class _ExpertParallelMoE(torch.autograd.Function):
             x, topk_idx, topk_weights, num_local_experts, experts.steps
         )
         out, linear1 = experts.forward(received, ways, topk_weights)
+        if options.quantize_kept:
+            linear1 = experts.quantized(linear1)
         ctx.options, ctx.ways = options, ways
         ctx.save_for_backward(
             x,

@@ -18,6 +18,8 @@ kept, and a weight of zero divides nothing.
 backward pass gathers there are the tokens that this rank *received*; its own belong to other ranks'
 experts.
 
+What is kept of H1 and H3 may be quantized: then only the activation's gradients see the rounding.
+
 With W1 and W3 in one tensor [experts, H, 2I] their products are one, and its halves are H1 and H3.
 """
 
@@ -120,8 +122,8 @@ class Experts:
         needs_biases: bool = True,
     ) -> Gradients:
         """d_out, x, topk_weights: of this rank's tokens. received: of x, or None to receive it
-        again; linear1: what `forward` returned, or None to make it again. Products are those of the
-        weights as they are, whatever the forward pass rounded them to."""
+        again; linear1: what `forward` returned, perhaps quantized, or None to make it again.
+        Products are those of the weights as they are, whatever the forward pass rounded them to."""
         weights, steps, rows = self.weights, self.steps, ways.rows
         offs = rows.offs
         if received is None and (linear1 is None or needs_weights):
@@ -129,6 +131,8 @@ class Experts:
         if linear1 is None:
             assert received is not None
             linear1 = self._linear1(received, ways)
+        else:
+            linear1 = self._dequantized(linear1)
         d_rows = ways.gather(ways.receive(d_out))
         row_weights = ways.receive_weights(topk_weights)
         d_activated = grouped_product(d_rows, weights.down.transpose(1, 2), offs)
@@ -176,6 +180,19 @@ class Experts:
                 second = grouped_product(d_linear1.up, weights.up.transpose(1, 2), offs)
             d_x = ways.scatter(first, second)
         return Gradients(d_x, ways.return_weights(d_row_weights), d_weights, d_biases)
+
+    def quantized(self, linear1: Linear1) -> Linear1:
+        """As E4M3 with scales: half the memory for the time until the backward pass."""
+        up = None if linear1.up is None else self.steps.quantize_rows(linear1.up)
+        return Linear1(self.steps.quantize_rows(linear1.gate), up)
+
+    def _dequantized(self, linear1: Linear1) -> Linear1:
+        """What was kept, as `forward` returned it or quantized, which makes rows narrower."""
+        width = self.weights.gate.shape[2]
+        if linear1.gate.shape[1] == width:
+            return linear1
+        up = None if linear1.up is None else self.steps.dequantize_rows(linear1.up, width)
+        return Linear1(self.steps.dequantize_rows(linear1.gate, width), up)
 
     def _linear1(self, received: torch.Tensor, ways: Ways) -> Linear1:
         if self.precision == "fp8":

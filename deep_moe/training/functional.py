@@ -49,6 +49,7 @@ def moe(
     activation_clamp: float | None = None,
     max_recv_slots: int | None = None,
     keep_received: bool = False,
+    quantize_kept: bool = False,
     arch: str | None = None,
     forward: Forward = "training",
     sym_buffer: SymmBuffer | None = None,
@@ -95,6 +96,10 @@ def moe(
             it, on a GPU at the latest at its next call.
         keep_received: with a group, keep the received tokens for the backward pass, too, which then
             need not be sent again.
+        quantize_kept: keep Linear1's output as E4M3 with a float32 scale per 128 values, in little
+            more than half the memory. The output is the same; gradients see the rounding where the
+            activation's slopes and its output are made again. Of bfloat16 layers, whose
+            intermediate size is a multiple of 128; not with recompute, which keeps none of it.
         arch: on a CPU, None for the layer's steps in PyTorch, or a target's name, whose kernels
             then run in the emulator; on a GPU its own target or None. Products are PyTorch's
             everywhere, but for those of the forward pass with "fp8".
@@ -133,6 +138,7 @@ def moe(
     _check(x, topk_idx, topk_weights, w1, w3, w2, (b1, b3, b2), precision, arch)
     require_type("recompute", recompute, bool, "a bool")
     require_type("keep_received", keep_received, bool, "a bool")
+    require_type("quantize_kept", quantize_kept, bool, "a bool")
     if forward not in get_args(Forward):
         raise ValueError(f"forward must be 'training' or 'serving'; got {forward!r}")
     kind = gated_activation_of(activation, activation_clamp)
@@ -140,6 +146,7 @@ def moe(
     options = (encode_activation(kind), precision, arch)
     if forward == "serving":
         refused = {"precision": (precision, "bf16"), "keep_received": (keep_received, False)}
+        refused["quantize_kept"] = (quantize_kept, False)
         for name, (given, allowed) in refused.items():
             if given != allowed:
                 raise ValueError(
@@ -150,15 +157,18 @@ def moe(
         )
     if sym_buffer is not None:
         raise ValueError(f"sym_buffer must be None with forward='training'; got {sym_buffer!r}")
+    if quantize_kept:
+        _check_quantize_kept(x, w2, recompute)
     if group is not None:
         from .expert_parallel import Options, expert_parallel_moe
 
-        kept = Options(*options, recompute=recompute, keep_received=keep_received)
+        kept = Options(*options, recompute, keep_received, quantize_kept)
         inputs = (x, topk_idx, topk_weights, parameters)
         return expert_parallel_moe(group, max_recv_slots, kept, *inputs)
     if max_recv_slots is not None or keep_received:
         raise ValueError("max_recv_slots and keep_received go with a group; got no group")
-    out: torch.Tensor = moe_op(x, topk_idx, topk_weights, *parameters, *options, recompute)[0]
+    kept_options = (recompute, quantize_kept)
+    out: torch.Tensor = moe_op(x, topk_idx, topk_weights, *parameters, *options, *kept_options)[0]
     return out
 
 
@@ -185,7 +195,7 @@ def _serving_moe(
     buffer = check_serving(
         sym_buffer, num_ranks_of(group), x, topk_idx, w1, w2, biases=b1 is not None
     )
-    given = Options(*options, recompute=True, keep_received=False)
+    given = Options(*options, recompute=True, keep_received=False, quantize_kept=False)
     return serving_moe(buffer, exchange, given, x, topk_idx, topk_weights, parameters)
 
 
@@ -250,6 +260,19 @@ def _check(
             _require(name, bias, bias_dtypes, device, (num_experts, size))
     if arch is not None:
         target_of(arch)
+
+
+def _check_quantize_kept(x: torch.Tensor, w2: torch.Tensor, recompute: bool) -> None:
+    if recompute:
+        raise ValueError(
+            "quantize_kept must be False with recompute, which keeps nothing to quantize; got True"
+        )
+    if x.dtype != torch.bfloat16:
+        raise TypeError(f"x must be torch.bfloat16 with quantize_kept; got {x.dtype}")
+    if w2.shape[1] % K_GROUP:
+        raise ValueError(
+            f"intermediate must be a multiple of {K_GROUP} with quantize_kept; got {w2.shape[1]}"
+        )
 
 
 def _require_tensor(name: str, value: Any) -> None:

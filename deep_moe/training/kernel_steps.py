@@ -15,6 +15,7 @@ from deep_moe.heuristics.training import (
     ActivateRowsBackwardConfig,
     ActivateRowsConfig,
     CountSlotsConfig,
+    DequantizeRowsConfig,
     GatherRowsConfig,
     PlaceSlotsConfig,
     QuantizeRowsConfig,
@@ -263,6 +264,15 @@ class KernelSteps:
         num_ctas = config.num_ctas(num_rows)
         launch(self.gpu, config, args, num_ctas, {"values": values}, {"quantized": quantized})
         return quantized
+
+    def dequantize_rows(self, rows: torch.Tensor, num_values: int) -> torch.Tensor:
+        values = rows.new_empty(rows.shape[0], num_values)
+        num_chunks = num_values // VALUES_PER_CHUNK
+        args = QuantizeRowsArgs(values.data_ptr(), rows.data_ptr(), rows.shape[0], num_chunks)
+        config = DequantizeRowsConfig(arch=self.arch)
+        num_ctas = config.num_ctas(rows.shape[0])
+        launch(self.gpu, config, args, num_ctas, {"quantized": rows}, {"values": values})
+        return values
 
     def quantize_weights(self, weights: torch.Tensor) -> QuantizedWeights:
         num_experts, num_values, num_columns = weights.shape

@@ -49,6 +49,7 @@ class MoELayer(nn.Module):
         activation_clamp: as in `deep_moe.moe`.
         max_recv_slots: as in `deep_moe.moe`.
         keep_received: as in `deep_moe.moe`.
+        quantize_kept: as in `deep_moe.moe`.
         arch: as in `deep_moe.moe`.
         forward: as in `deep_moe.moe`.
         sym_buffer: as in `deep_moe.moe`.
@@ -85,6 +86,7 @@ class MoELayer(nn.Module):
         activation_clamp: float | None = None,
         max_recv_slots: int | None = None,
         keep_received: bool = False,
+        quantize_kept: bool = False,
         arch: str | None = None,
         forward: Forward = "training",
         sym_buffer: SymmBuffer | None = None,
@@ -110,6 +112,7 @@ class MoELayer(nn.Module):
         self.arch = arch
         self.max_recv_slots = max_recv_slots
         self.keep_received = keep_received
+        self.quantize_kept = quantize_kept
         self.forward_kind: Forward = forward
         self._num_ranks = num_ranks = num_ranks_of(group)
         self._shared_group: Shared[ProcessGroup | AllToAll] = Shared(group)
@@ -225,6 +228,7 @@ class MoELayer(nn.Module):
             activation=self.activation,
             max_recv_slots=self.max_recv_slots,
             keep_received=self.keep_received,
+            quantize_kept=self.quantize_kept,
             arch=self.arch,
             forward=self.forward_kind,
             sym_buffer=self.sym_buffer,

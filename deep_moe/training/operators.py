@@ -18,6 +18,7 @@ from deep_moe.tensor_memory import check_memory
 
 from .experts import Experts, Linear1, Weights, widened
 from .kernel_steps import KernelSteps
+from .quantized import quantized_width
 from .rows import Rows
 from .steps import Biases
 from .steps_for import steps_for
@@ -29,7 +30,8 @@ _PARAMETERS = (
 )
 torch.library.define(
     "deep_moe::moe",
-    f"(Tensor x, Tensor topk_idx, Tensor topk_weights, {_PARAMETERS}, bool recompute) -> "
+    f"(Tensor x, Tensor topk_idx, Tensor topk_weights, {_PARAMETERS}, bool recompute, "
+    "bool quantize_kept) -> "
     "(Tensor out, Tensor gate, Tensor up, Tensor offs, Tensor row_of_slot, Tensor slot_of_row)",
 )
 torch.library.define(
@@ -126,15 +128,18 @@ def _moe(
     precision: str,
     arch: str | None,
     recompute: bool,
+    quantize_kept: bool,
 ) -> tuple[torch.Tensor, ...]:
     parameters = (w1, w3, w2, b1, b3, b2)
     if topk_idx.numel() == 0:
-        options = (activation, precision, arch, recompute)
+        options = (activation, precision, arch, recompute, quantize_kept)
         results = _moe_fake(x, topk_idx, topk_weights, *parameters, *options)
         return tuple(result.zero_() for result in results)
     experts = experts_of(x, *parameters, activation, precision, arch)
     rows = experts.steps.route(topk_idx, w1.shape[0])
     out, linear1 = experts.forward(x, LocalWays(rows, experts.steps), topk_weights)
+    if quantize_kept:
+        linear1 = experts.quantized(linear1)
     gate, up = linear1.gate, linear1.up
     if recompute:
         gate, up = x.new_empty(0), None
@@ -157,17 +162,19 @@ def _moe_fake(
     precision: str,
     arch: str | None,
     recompute: bool,
+    quantize_kept: bool,
 ) -> tuple[torch.Tensor, ...]:
     num_experts, _hidden, width = w1.shape
     num_rows = num_padded_rows(topk_idx.shape[0] * topk_idx.shape[1], num_experts)
+    kept_width = quantized_width(width) if quantize_kept else width
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=x.device)
 
     return (
         torch.empty_like(x),
-        x.new_empty(0) if recompute else x.new_empty(num_rows, width),
-        x.new_empty(0) if recompute or w3 is None else x.new_empty(num_rows, width),
+        x.new_empty(0) if recompute else x.new_empty(num_rows, kept_width),
+        x.new_empty(0) if recompute or w3 is None else x.new_empty(num_rows, kept_width),
         ints(num_experts),
         ints(*topk_idx.shape),
         ints(num_rows),
@@ -273,7 +280,8 @@ def _moe_backward_fake(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _topk_idx, topk_weights, *parameters, activation, precision, arch, _recompute = inputs
+    *tensors, activation, precision, arch, _recompute, _quantize_kept = inputs
+    x, _topk_idx, topk_weights, *parameters = tensors
     _out, *kept = output
     ctx.mark_non_differentiable(*kept)
     # Not even zeros for the gradients of what is kept for this pass only.
@@ -283,7 +291,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _backward(ctx: Any, d_out: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    num_inputs = 13
+    num_inputs = 14
     if d_out is None:
         return (None,) * num_inputs
     needs_x, _idx, needs_topk_weights, *needs_parameters = ctx.needs_input_grad[:9]
@@ -296,7 +304,7 @@ def _backward(ctx: Any, d_out: torch.Tensor | None, *_: Any) -> tuple[torch.Tens
         None,
         d_topk_weights if needs_topk_weights else None,
         *(d if n else None for d, n in zip(d_parameters, needs_parameters, strict=True)),
-        *(None,) * 4,
+        *(None,) * 5,
     )
 
 

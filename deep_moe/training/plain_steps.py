@@ -138,6 +138,9 @@ class PlainSteps:
     def quantize_rows(self, values: torch.Tensor) -> torch.Tensor:
         return quantized_rows(values)
 
+    def dequantize_rows(self, rows: torch.Tensor, num_values: int) -> torch.Tensor:
+        return dequantize_e4m3_float(*parts_of_rows(rows, num_values), torch.bfloat16)
+
     def quantize_weights(self, weights: torch.Tensor) -> QuantizedWeights:
         return quantized_weights(weights)
 

@@ -97,6 +97,10 @@ class Steps(Protocol):
         """BF16 [R, K] as quantized rows (quantized.py)."""
         ...
 
+    def dequantize_rows(self, rows: torch.Tensor, num_values: int) -> torch.Tensor:
+        """The inverse, BF16 [R, num_values]."""
+        ...
+
     def quantize_weights(self, weights: torch.Tensor) -> QuantizedWeights:
         """Of [experts, K, N], contiguous or a transposed view of what is."""
         ...

@@ -90,11 +90,12 @@ class Ball:
 
 @dataclass(frozen=True)
 class Formula:
-    """What a call computes. precision: as of `deep_moe.moe`. rounds_rows: rows between ranks are
-    rounded once more."""
+    """What a call computes. precision, quantize_kept: as of `deep_moe.moe`. rounds_rows: rows
+    between ranks are rounded once more."""
 
     activation: GatedActivation
     precision: Precision
+    quantize_kept: bool
     rounds_rows: bool
 
 
@@ -200,21 +201,11 @@ def _slots_of(
             Ball.exact(_fp8_weights(w.center)) for w in (expert.gate, expert.up, expert.down)
         )
     column = Ball(weight.center.unsqueeze(1), weight.radius.unsqueeze(1))
-    gate = (inputs @ gate_weights).rounded() + expert.gate_bias
-    up = (inputs @ up_weights).rounded() + expert.up_bias
+    linear1 = [(inputs @ weights).rounded() for weights in (gate_weights, up_weights)]
+    gate, up = linear1[0] + expert.gate_bias, linear1[1] + expert.up_bias
     activation = formula.activation
-    units, units_below_zero = activation.error_units
-    below_zero = (-activation.sigmoid_argument(gate.center - gate.radius)).clamp(min=0)
-    gate_factor = _through(activation.gate_factor, gate)
-    off = (units + units_below_zero * below_zero) * _HALF_FP32_UNIT
-    gate_factor = gate_factor.wider(gate_factor.most * off)
-    up_factor = _through(activation.up_factor, up)
-    up_factor = up_factor.wider(up_factor.most * units * _HALF_FP32_UNIT)
-    gate_slope = _through(activation.gate_slope, gate).wider(_SLOPE_ERROR * (1 + gate.most))
-    up_slope = _through(activation.up_slope, up).wider(_SLOPE_ERROR * (1 + up.most))
-
-    activated = gate_factor * up_factor
-    factor = activated.rounded()
+    gate_factor, up_factor = _factors(activation, gate, up)
+    factor = (gate_factor * up_factor).rounded()
     if formula.precision == "mxfp8":
         factor = _rounded_to_e4m3(factor)
     elif formula.precision == "fp8":
@@ -224,6 +215,13 @@ def _slots_of(
     if formula.rounds_rows and has_bias:
         row = row.rounded()
 
+    if formula.quantize_kept:
+        kept_gate, kept_up = map(_rounded_to_fp8, linear1)
+        gate, up = kept_gate.rounded() + expert.gate_bias, kept_up.rounded() + expert.up_bias
+        gate_factor, up_factor = _factors(activation, gate, up)
+    gate_slope = _through(activation.gate_slope, gate).wider(_SLOPE_ERROR * (1 + gate.most))
+    up_slope = _through(activation.up_slope, up).wider(_SLOPE_ERROR * (1 + up.most))
+    activated = gate_factor * up_factor
     d_activated = (d_out @ expert.down.t).rounded()
     d_weighted = d_activated * column
     d_gate = (d_weighted * gate_slope * up_factor).rounded()
@@ -251,6 +249,17 @@ def _slots_of(
         "b3": _sum(d_up, 0).rounded(),
         "b2": d_down_bias,
     }
+
+
+def _factors(activation: GatedActivation, gate: Ball, up: Ball) -> tuple[Ball, Ball]:
+    """Whose product is the activation's output."""
+    units, units_below_zero = activation.error_units
+    below_zero = (-activation.sigmoid_argument(gate.center - gate.radius)).clamp(min=0)
+    gate_factor = _through(activation.gate_factor, gate)
+    off = (units + units_below_zero * below_zero) * _HALF_FP32_UNIT
+    gate_factor = gate_factor.wider(gate_factor.most * off)
+    up_factor = _through(activation.up_factor, up)
+    return gate_factor, up_factor.wider(up_factor.most * units * _HALF_FP32_UNIT)
 
 
 def _at(ball: Ball, idx: torch.Tensor) -> Ball:

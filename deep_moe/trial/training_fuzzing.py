@@ -52,7 +52,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     ),
     "biases": (None, torch.float32, torch.bfloat16),
     # So far all is compiled in.
-    "kept": ("as usual", "nothing", "received tokens", "received tokens only"),
+    "kept": ("as usual", "quantized", "nothing", "received tokens", "received tokens only"),
     "tokens": ("any", "few", "one rank has none"),
     "ids": (torch.int64, torch.int32),
     "slots": ("all", "unused", "named twice", "none in the last token", "all to one expert"),
@@ -93,9 +93,9 @@ class TrainingCase:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Its intermediate size is one that the precision takes."""
+        """Its intermediate size is one that can be quantized, where it has to be."""
         local_experts, num_topk, hidden, intermediate = self.values["shape"]
-        if self.values["precision"] == "fp8":
+        if self.values["precision"] == "fp8" or self.values["kept"] == "quantized":
             intermediate = align_up(intermediate, K_GROUP)
         return local_experts, num_topk, hidden, intermediate
 
@@ -159,6 +159,7 @@ class TrainingCase:
         formula = Formula(
             self.values["activation"],
             precision=self.values["precision"],
+            quantize_kept=self.values["kept"] == "quantized",
             rounds_rows=self.values["ranks"] != "one",
         )
         try:
@@ -210,6 +211,7 @@ class TrainingCase:
         }
         kept = self.values["kept"]
         options: dict[str, Any] = {"recompute": kept in ("nothing", "received tokens only")}
+        options["quantize_kept"] = kept == "quantized"
         if group is not None:
             options["keep_received"] = kept.startswith("received")
         out = moe(

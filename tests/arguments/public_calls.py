@@ -599,6 +599,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         activation_clamp=None,
         max_recv_slots=None,
         keep_received=False,
+        quantize_kept=False,
         arch=None,
         forward="training",
         device=None,

@@ -23,6 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "biases": {"biases": True, "activation": "swiglu_oai"},
     "one tensor": {"fused": True, "activation": "situ"},
     "mxfp8": {"fused": True, "precision": "mxfp8"},
+    "quantized": {"fused": True, "quantize_kept": True, "intermediate": 128},
     "fp8": {"fused": True, "precision": "fp8", "intermediate": 128},
 }
 

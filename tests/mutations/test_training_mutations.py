@@ -42,6 +42,7 @@ def outcome() -> str:
             test_kernels.test_activation_is_rounded_to_mxfp8()
             test_kernels.test_rounded_weights_are_bit_equal()
             test_kernels.test_quantized_rows_are_bit_equal(640)
+            test_kernels.test_dequantized_rows_are_bit_equal()
             test_kernels.test_activation_is_quantized()
             for by_columns in (False, True):
                 test_kernels.test_quantized_weights_are_bit_equal(by_columns)

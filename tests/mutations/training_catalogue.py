@@ -52,6 +52,7 @@ TRAINING_MUTATIONS = (
     M("gathered_as_it_is", removed("gathered_rounded"), "result"),
     M("activated_as_it_is", removed("activated_rounded"), "result"),
     M("first_groups_scale_is_everyones", replaced("row_scale", "[chunk_idx / chunks_per_scale]", "[0]"), "result|race"),
+    M("first_groups_scale_kept", replaced("kept_rows_scale", "scales[i / chunks_per_scale]", "scales[0]"), "result"),
     M("scale_of_another_block", replaced("block_scale", "+ k_block_", "+ 0"), "result|race"),
     M("column_behind_the_last", replaced("column_exists", "< args_.num_columns", "<= args_.num_columns"), "result|misuse|race"),
     M("maxima_read_early", removed("maxima_stored"), "race|misuse"),

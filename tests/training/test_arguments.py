@@ -57,6 +57,8 @@ def bf16(*shape: int) -> torch.Tensor:
         ("arch", "sm_70", ValueError, "sm_70"),
         ("recompute", "yes", TypeError, "recompute must be a bool; got str"),
         ("keep_received", 1, TypeError, "keep_received must be a bool; got int"),
+        ("quantize_kept", 1, TypeError, "quantize_kept must be a bool; got int"),
+        ("quantize_kept", True, ValueError, "intermediate must be a multiple of 128 with quantize"),
         ("group", "all", TypeError, "group must be a process group that .*; got 'all'"),
     ],
 )  # fmt: skip

@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "biases": {"activation": "swiglu_oai", "biases": True},
     "one tensor": {"activation": "situ", "fused": True},
     "mxfp8": {"precision": "mxfp8", "biases": True},
+    "quantized": {"quantize_kept": True, "intermediate": 128},
     "fp8": {"precision": "fp8", "biases": True, "intermediate": 128},
 }
 

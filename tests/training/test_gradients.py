@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_float
+from deep_moe.training.experts import Experts, Linear1
 from deep_moe.training.rows import Rows
 
 from .plain_layer import Layer, assert_close, assert_equal_bits, random_like
@@ -61,12 +63,20 @@ def test_recomputed_is_bit_equal(precision: str) -> None:
     assert_equal_bits(layer.run(), layer.run(recompute=True))
 
 
-def test_only_x_routing_and_linear1_are_kept() -> None:
-    layer = Layer.random(num_tokens=64, num_topk=4, num_experts=6, hidden=64, intermediate=32)
-    x, linear1 = 64 * 64 * 2, 2 * (64 * 4 + 6 * 8) * 32 * 2
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_x_routing_and_linear1_are_kept(fused: bool) -> None:
+    sizes = {"num_tokens": 64, "num_topk": 4, "num_experts": 6, "hidden": 64, "intermediate": 512}
+    layer = Layer.random(**sizes, fused=fused)
+    x, values = 64 * 64 * 2, 2 * (64 * 4 + 6 * 8) * 512
     routing = 64 * 4 * 4 + (6 + 64 * 4 + (64 * 4 + 6 * 8)) * 4
-    parameters = sum(layer.tensors[n].nbytes for n in ("w1", "w3", "w2"))  # type: ignore[union-attr]
-    for recompute, most in ((False, x + routing + linear1), (True, x + routing)):
+    weights = [layer.tensors[name] for name in ("w1", "w3", "w2")]
+    parameters = sum(weight.nbytes for weight in weights if weight is not None)
+    cases: list[tuple[dict[str, bool], int]] = [
+        ({}, values * 2),
+        ({"quantize_kept": True}, values + values // 128 * 4),
+        ({"recompute": True}, 0),
+    ]
+    for options, linear1 in cases:
         kept: dict[int, int] = {}
 
         def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
@@ -74,8 +84,46 @@ def test_only_x_routing_and_linear1_are_kept() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            layer(recompute=recompute)
-        assert sum(kept.values()) - parameters <= most
+            layer(**options)
+        assert sum(kept.values()) - parameters <= x + routing + linear1
+
+
+@pytest.mark.parametrize("arch", [None, "sm_90a", "sm_100a"])
+@pytest.mark.parametrize("kind", [{}, {"biases": True, "fused": True, "activation": "situ"}])
+def test_quantized_linear1_is_what_gradients_see(
+    kind: dict[str, Any], arch: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have the bits of a backward pass that is given it rounded."""
+    layer = Layer.random(hidden=64, intermediate=128, **kind)
+    exact, quantized = (layer.run(arch=arch, quantize_kept=kept) for kept in (False, True))
+    assert torch.equal(quantized["out"], exact["out"])
+    # E4M3 rounds by 2^-5 / sqrt(3) of a value on average.
+    for name in ("x", "w1", "w2", "topk_weights"):
+        error = (quantized[name] - exact[name]).double().norm() / exact[name].double().norm()
+        assert 0.005 < error < 0.08, name
+
+    def rounded(half: torch.Tensor | None) -> Any:
+        return (
+            half if half is None else dequantize_e4m3_float(*quantize_e4m3_float(half)).bfloat16()
+        )
+
+    real = Experts.backward
+
+    def backward(self: Experts, *args: Any, **options: Any) -> Any:
+        *others, linear1 = args
+        given = Linear1(rounded(linear1.gate), rounded(linear1.up))
+        return real(self, *others, given, **options)
+
+    monkeypatch.setattr(Experts, "backward", backward)
+    assert_equal_bits(layer.run(arch=arch), quantized)
+
+
+def test_what_cannot_be_quantized_is_refused() -> None:
+    layer = Layer.random(intermediate=128)
+    with pytest.raises(ValueError, match="quantize_kept must be False with recompute"):
+        layer(quantize_kept=True, recompute=True)
+    with pytest.raises(TypeError, match=r"x must be torch\.bfloat16 with quantize_kept"):
+        layer.double()(quantize_kept=True)
 
 
 def test_runs_are_bit_equal() -> None:

@@ -221,6 +221,12 @@ def quantized_bytes(rows: torch.Tensor, num_values: int) -> list[torch.Tensor]:
     return [part.contiguous().view(torch.uint8) for part in parts_of_rows(rows, num_values)]
 
 
+def test_dequantized_rows_are_bit_equal() -> None:
+    rows = PLAIN.quantize_rows(random(NUM_TOKENS, 640).bfloat16())
+    ours, plain = (steps.dequantize_rows(rows, 640) for steps in (KERNELS, PLAIN))
+    assert torch.equal(bits(ours), bits(plain))
+
+
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_quantized_weights_are_bit_equal(by_columns: bool) -> None:
     weights = random(2, 256, 200, scale=3.0).bfloat16()

@@ -12,12 +12,12 @@ from deep_moe.training.operators import decode_activation, encode_activation, mo
 from .plain_layer import Layer, assert_equal_bits
 
 
-def arguments(layer: Layer, recompute: bool) -> tuple:
+def arguments(layer: Layer, recompute: bool, quantize_kept: bool = False) -> tuple:
     t = layer.tensors
     activation = encode_activation(Swiglu())
     biases = (t.get("b1"), t.get("b3"), t.get("b2"))
     weights = (t["w1"], t["w3"], t["w2"])
-    options = (activation, "bf16", None, recompute)
+    options = (activation, "bf16", None, recompute, quantize_kept)
     return (t["x"], layer.topk_idx, t["topk_weights"], *weights, *biases, *options)
 
 
@@ -27,6 +27,13 @@ def test_fakes_agree_with_what_runs(recompute: bool, fused: bool) -> None:
     layer = Layer.random(biases=fused, fused=fused)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(moe_op, arguments(layer, recompute), test_utils=tests)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_fakes_agree_where_what_is_kept_is_quantized(fused: bool) -> None:
+    layer = Layer.random(hidden=16, intermediate=128, fused=fused)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(moe_op, arguments(layer, False, quantize_kept=True), test_utils=tests)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8"])

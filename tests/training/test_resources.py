@@ -12,6 +12,7 @@ from deep_moe.heuristics.training import (
     ActivateRowsBackwardConfig,
     ActivateRowsConfig,
     CountSlotsConfig,
+    DequantizeRowsConfig,
     GatherRowsConfig,
     PlaceSlotsConfig,
     QuantizeRowsConfig,
@@ -45,6 +46,7 @@ def configs(arch: str) -> list[TrainingConfig]:
             )
         ),
         ScatterRowsConfig(num_sources=2, has_biases=True, arch=arch),
+        DequantizeRowsConfig(arch=arch),
         QuantizeRowsConfig(arch=arch),
         QuantizeWeightsConfig(is_by_columns=False, arch=arch),
         QuantizeWeightsConfig(is_by_columns=True, arch=arch),

@@ -196,6 +196,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "precision": ({"precision": "mxfp8"}, "precision must be 'bf16' with forward='serving'"),
     "received": ({"keep_received": True}, "keep_received must be False with forward='serving'"),
+    "quantized": ({"quantize_kept": True}, "quantize_kept must be False with forward='serving'"),
     "forward": ({"forward": "served"}, "forward must be 'training' or 'serving'; got 'served'"),
     "training": ({"forward": "training"}, "sym_buffer must be None with forward='training'"),
     "no ranks": ({"max_recv_slots": 8}, "max_recv_slots goes with a group; got 8 and no group"),

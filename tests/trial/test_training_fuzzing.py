@@ -49,15 +49,24 @@ def with_values(**wanted: Any) -> TrainingCase:
 
 
 PLAIN = {"ranks": "one", "steps": None, "tokens": "any", "gates": "numbers", "slots": "all"}
+PLAIN |= {"kept": "as usual"}
 
 
-@pytest.mark.parametrize(("precision", "factor"), [("bf16", 1.25), ("mxfp8", -1.0), ("fp8", -1.0)])
+@pytest.mark.parametrize(
+    ("precision", "kept", "factor"),
+    [
+        ("bf16", "as usual", 1.25),
+        ("bf16", "quantized", -1.0),
+        ("mxfp8", "as usual", -1.0),
+        ("fp8", "as usual", -1.0),
+    ],
+)
 @pytest.mark.parametrize("name", ["out", "x", "topk_weights", "w1", "w2"])
 def test_one_wrong_value_is_seen(
-    name: str, precision: str, factor: float, monkeypatch: pytest.MonkeyPatch
+    name: str, precision: str, kept: str, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a quarter; where E4M3 rounds each of many terms at its worst, by its sign."""
-    case = with_values(**{**PLAIN, "precision": precision})
+    case = with_values(**{**PLAIN, "precision": precision, "kept": kept})
     results = case.results()
     largest = results[name].abs().argmax()
     results[name].view(-1)[largest] *= factor
@@ -83,7 +92,7 @@ def test_not_a_number_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_multiplies_its_own_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bug of the flow that the layer was built after."""
-    case = with_values(ranks=2, steps=None)
+    case = with_values(**{**PLAIN, "ranks": 2})
     real = experts.grouped_weight_gradient
 
     def local(rows: torch.Tensor, d_rows: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ def moe_spec(
     recompute: bool = False,
     max_recv_slots: int | None = None,
     keep_received: bool = False,
+    quantize_kept: bool = False,
     forward: Forward = "training",
     sym_buffer: SymmBuffer | None = None,
 ) -> ModuleSpec:
@@ -51,6 +52,7 @@ def moe_spec(
         recompute: as of `deep_moe.moe`.
         max_recv_slots: as of `deep_moe.moe`.
         keep_received: as of `deep_moe.moe`.
+        quantize_kept: as of `deep_moe.moe`.
         forward: as of `deep_moe.moe`.
         sym_buffer: as of `deep_moe.moe`.
 
@@ -68,6 +70,7 @@ def moe_spec(
         "recompute": recompute,
         "max_recv_slots": max_recv_slots,
         "keep_received": keep_received,
+        "quantize_kept": quantize_kept,
         "forward": forward,
         "sym_buffer": sym_buffer,
     }

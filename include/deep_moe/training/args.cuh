@@ -88,9 +88,10 @@ struct ScatterRowsArgs {
     uint32_t num_chunks;
 };
 
+// Of quantize_rows and dequantize_rows.
 struct QuantizeRowsArgs {
-    const void* values;  // bf16 [num_rows][num_chunks * 8]
-    void* quantized;     // as training/quantized_rows.cuh has them
+    void* values;     // bf16 [num_rows][num_chunks * 8]
+    void* quantized;  // as training/quantized_rows.cuh has them
     uint32_t num_rows;
     uint32_t num_chunks;  // a multiple of 16
 };

@@ -374,7 +374,7 @@ class Machine:
                 ctypes.byref(num_bytes),
             )
         )
-        storage = (ctypes.c_uint8 * num_bytes.value).from_address(address.value)
+        storage: Any = (ctypes.c_uint8 * num_bytes.value).from_address(address.value)
         storage.machine = self  # whose memory it is
         import numpy as np  # a machine without variables does without it
 

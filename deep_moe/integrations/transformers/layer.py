@@ -56,7 +56,7 @@ _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _SCALES = "_scale_inv"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PACKED = (torch.int8, torch.uint8)
-_WHOLE_TOKENS = "fp8_token"  # beside FP8 weights with a scale for each matrix
+_WHOLE_TOKENS: TokenFormatName = "fp8_token"  # beside FP8 weights with a scale for each matrix
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,7 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
             raise UnsupportedError(f"{name} is no stack of matrices")
     form = _Form.of(module)
-    token_format = None
+    token_format: TokenFormatName | None = None
     l1, l2 = tensors.values()
     if l1.dtype not in _FLOATS and form != _Form(False, True):
         raise UnsupportedError(

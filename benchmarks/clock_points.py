@@ -23,6 +23,8 @@ PREDICTIONS = {
     "second": "predictions-h100-2026-11-26-copies.json",
     "third": "predictions-h100-2026-11-26-queues.json",
 }
+# The same clock with costs of a table and with those of the kernels' machine code.
+BY_COSTS = "predictions-h100-2026-11-27-machine-code.json"
 # What the change between the first two was found with.
 LOOKED_AT = {("flash", 1, 128, "mxfp4")}
 
@@ -131,8 +133,45 @@ def phases(point: Point = ("flash", 1, 128, "mxfp4")) -> str:
     return "\n".join(lines)
 
 
+EPILOGUES = ("Linear1 epilogue", "Linear2 epilogue")
+
+
+def by_costs() -> tuple[str, str, str]:
+    """With costs of the table and of machine code: errors in all, totals, epilogues."""
+    found = measured()
+    predictions = {
+        point_of(one): one for one in json.loads((CHIPS / BY_COSTS).read_text())["predictions"]
+    }
+    totals = ["| model | weights | tokens | rows | table | machine code |"]
+    totals.append("|---|---|" + "---:|" * 4)
+    epilogues = ["| model | weights | rows | step, us | measured | table | machine code |"]
+    epilogues.append("|---|---|---:|---|" + "---:|" * 3)
+    errors_of: dict[str, list[float]] = {kind: [] for kind in ("table", "machine code")}
+    for point, one in sorted(predictions.items(), key=lambda item: (item[0][3], *item[0])):
+        model, _, tokens, weights = point
+        known = found[point]
+        cells = [model, weights, str(tokens), str(known["block_m"])]
+        for kind, sizes in errors_of.items():
+            error = one[kind]["us"] / known["us"] - 1
+            sizes.append(abs(error))
+            cells.append(f"{100 * error:+.1f} %")
+        totals.append(f"| {' | '.join(cells)} |")
+        for step in EPILOGUES if EPILOGUES[0] in one["table"] else ():
+            cells = [model, weights, str(known["block_m"]), f"{step}s, {tokens} tokens"]
+            cells.append(f"{known['tracks']['math'][step]:.1f}")
+            cells += [f"{one[kind][step]:.1f}" for kind in errors_of]
+            epilogues.append(f"| {' | '.join(cells)} |")
+    sums = ["| costs of | points | median error | worst error |", "|---|---:|---:|---:|"]
+    sums += [
+        f"| {kind} | {len(sizes)} | {100 * statistics.median(sizes):.1f} % | "
+        f"{100 * max(sizes):.1f} % |"
+        for kind, sizes in errors_of.items()
+    ]
+    return "\n".join(sums), "\n".join(totals), "\n".join(epilogues)
+
+
 def main() -> None:
-    print(summary(), table(), phases(), sep="\n\n")
+    print(summary(), table(), phases(), *by_costs(), sep="\n\n")
 
 
 if __name__ == "__main__":

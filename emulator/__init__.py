@@ -1,10 +1,11 @@
 """Executes PTX on a CPU, warp by warp, and checks it while it runs. Knows nothing about MoE."""
 
-from . import chips
+from . import chips, machine_code
 from .chips import Chip
 from .errors import (
     BarrierMisuse,
     Deadlock,
+    DisassemblyError,
     EmulatorError,
     InvalidOperation,
     InvalidPtx,
@@ -33,6 +34,7 @@ __all__ = [
     "BarrierMisuse",
     "Chip",
     "Deadlock",
+    "DisassemblyError",
     "EmulatorError",
     "EntriesBySource",
     "Finding",
@@ -56,5 +58,6 @@ __all__ = [
     "Unsupported",
     "WarpWait",
     "chips",
+    "machine_code",
     "supported_instructions",
 ]

@@ -22,6 +22,10 @@ class EmulatorError(DeepMoEError):
     finding: Finding | None = None
 
 
+class DisassemblyError(EmulatorError):
+    """nvdisasm cannot be run, or its listing does not have what was asked for."""
+
+
 class InvalidPtx(EmulatorError):
     """The text is not PTX as the emulator's parser knows it."""
 

@@ -205,6 +205,10 @@ def load() -> ctypes.CDLL:
         "dm_name_memory": (integer, [handle, u32, u64, text, u64, u64, u64_out, u32]),
         "dm_remove_memory": (integer, [handle, u32, u64]),
         "dm_load": (integer, [handle, text, u64, text, u32_out]),
+        "dm_set_line_costs": (
+            integer,
+            [handle, u32, text, u64, u32_out, ctypes.POINTER(ctypes.c_double)],
+        ),
         "dm_unload": (None, [handle, u32]),
         "dm_kernel": (integer, [handle, u32, text, u32_out, u32_out, three]),
         "dm_kernels": (text, [handle, u32]),

@@ -19,6 +19,7 @@ from .errors import BY_KIND, EmulatorError, LaunchError
 from .findings import Finding, decode_finding
 from .launch_times import KINDS, LaunchTime, WarpWait, decode_launch_times
 from .library import interruptible_run, load
+from .machine_code import LineCost
 from .usage import GpuUsage, decode_usage
 
 if TYPE_CHECKING:
@@ -325,18 +326,30 @@ class Machine:
         self._check(self._library.dm_remove_memory(self._handle, rank, address))
         self._arrays.pop((rank, address), None)
 
-    def load(self, ptx: str, *, name: str = "module") -> Module:
+    def load(
+        self,
+        ptx: str,
+        *,
+        name: str = "module",
+        costs: Mapping[str, Mapping[int, LineCost]] | None = None,
+    ) -> Module:
         """Parse and decode PTX. What the emulator cannot do is an error here, not at run time.
 
         Args:
             ptx: the text of one module.
             name: of the module, for findings.
+            costs: with a chip as clock, for kernels by their names in the PTX: what each line of it
+                costs, such as `machine_code.read_costs` finds. Of such a kernel, lines that are not
+                named cost nothing; other kernels have the costs of a table.
 
         Raises:
+            ValueError: `costs` without a chip as clock, or of a kernel that is not there.
             InvalidPtx: the text is not PTX.
             Unsupported: the PTX has an instruction that the emulator does not implement; the text
                 has its line.
         """
+        if costs and self.chip is None:
+            raise ValueError("costs need a chip as clock")
         text = ptx.encode()
         index = ctypes.c_uint32()
         self._check(
@@ -344,6 +357,11 @@ class Machine:
         )
         listed = self._library.dm_kernels(self._handle, index).decode()
         kernels = dict(line.split("\t") for line in listed.splitlines())
+        for kernel, lines in (costs or {}).items():
+            if kernel not in kernels:
+                there = ", ".join(kernels) or "none"
+                raise ValueError(f"costs: module {name} has no kernel {kernel!r}; it has {there}")
+            self._set_costs(index.value, kernel, lines)
         return Module(self, index.value, name, kernels)
 
     def variable(self, module: Module, name: str, *, rank: int = 0) -> np.ndarray:
@@ -379,6 +397,23 @@ class Machine:
         import numpy as np  # a machine without variables does without it
 
         return np.frombuffer(storage, np.uint8)
+
+    def _set_costs(self, module: int, kernel: str, lines: Mapping[int, LineCost]) -> None:
+        numbers = [
+            float(n)
+            for one in lines.values()
+            for n in (one.issue, one.alu, one.fma, one.xu, one.cycles, one.has_branch)
+        ]
+        self._check(
+            self._library.dm_set_line_costs(
+                self._handle,
+                module,
+                kernel.encode(),
+                len(lines),
+                (ctypes.c_uint32 * len(lines))(*lines),
+                (ctypes.c_double * len(numbers))(*numbers),
+            )
+        )
 
     def launch(
         self,

@@ -82,6 +82,7 @@ def run_emulated(
     hopper_fp8_sums: bool = False,
     products: bool = True,
     observe: Callable[[Machine], None] | None = None,
+    machine_code: bool = False,
 ) -> str:
     """Run all launches at once, to completion; those of one rank after each other. Returns who
     waited for what, if all came to wait.
@@ -90,9 +91,14 @@ def run_emulated(
     (slower). clock: "real" if other processes take part; "virtual", where waiting costs nothing; a
     chip, whose time is simulated. products: see `Machine`. observe: gets the machine after the run.
     progress: told now and then how many warp instructions have been executed.
-    hopper_fp8_sums: drop the low bits of FP8 sums as an H200 does.
+    hopper_fp8_sums: drop the low bits of FP8 sums as an H200 does. machine_code: with a chip, what
+    instructions cost is read from the kernels' machine code, see `deep_moe.emulator.machine_code`.
     """
     from deep_moe.emulator import Machine
+    from deep_moe.emulator import machine_code as code
+
+    if machine_code and isinstance(clock, str):
+        raise ValueError(f"machine_code=True needs a chip as clock; got {clock!r}")
 
     machine = Machine(
         seed=seed,
@@ -125,7 +131,15 @@ def run_emulated(
         kernel = launch.kernel
         resources = kernel.manifest["resources"]  # else as many as it may use at most
         if kernel.key not in modules:
-            modules[kernel.key] = machine.load(kernel.ptx, name=str(kernel.folder / "kernel.ptx"))
+            costs = None
+            if machine_code:
+                assert not isinstance(clock, str)
+                whole = _with_cubin(kernel)
+                read = code.read_costs(whole.cubin, kernel.ptx, kernel.name, clock)
+                costs = {kernel.name: read}
+            modules[kernel.key] = machine.load(
+                kernel.ptx, name=str(kernel.folder / "kernel.ptx"), costs=costs
+            )
         machine.launch(
             modules[kernel.key],
             kernel.name,
@@ -143,6 +157,20 @@ def run_emulated(
     if observe is not None:
         observe(machine)
     return machine.stall
+
+
+def _with_cubin(kernel: CompiledKernel) -> CompiledKernel:
+    """The kernel, compiled to machine code if it was made for the emulator alone."""
+    if kernel.cubin:
+        return kernel
+    from deep_moe.jit import compile_cached
+
+    whole = compile_cached(
+        kernel.source, arch=kernel.arch, kernel=kernel.name, config=kernel.manifest["config"]
+    )
+    if whole.ptx != kernel.ptx:
+        raise RuntimeError(f"{kernel.key}: the compiler made other PTX with the machine code")
+    return whole
 
 
 def _arrays(layout: Layout | None) -> list[NamedArray]:

@@ -79,6 +79,14 @@ def time(
             help="What bounds each phase: simulates a second call, whose kernel takes time stamps.",
         ),
     ] = True,
+    machine_code: Annotated[
+        bool,
+        typer.Option(
+            "--machine-code",
+            help="Take what instructions cost from the kernel's machine code. Needs nvdisasm "
+            "(pip install nvidia-cuda-nvdisasm).",
+        ),
+    ] = False,
     html: HtmlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -93,6 +101,13 @@ def time(
             raise typer.BadParameter("--html shows the phases: it must be without --no-phases")
     counts = parse_tokens(tokens, ranks)
     from deep_moe.emulator import chips
+    from deep_moe.emulator.machine_code import DISASSEMBLER_VARIABLE, find_disassembler
+
+    if machine_code and find_disassembler() is None:
+        raise typer.BadParameter(
+            "--machine-code needs nvdisasm: install nvidia-cuda-nvdisasm, or name its path in "
+            f"{DISASSEMBLER_VARIABLE}"
+        )
 
     on = chips.load(chip)
     if clock_mhz is not None:
@@ -136,6 +151,7 @@ def time(
                 activation=applied,
                 num_sms=sms,
                 overrides=overrides,
+                machine_code=machine_code,
             )
 
         call = simulate("simulating", traced=False, mirrored=None)
@@ -154,7 +170,8 @@ def time(
             write_page(timeline, html, title=title_of(model, ranks, tokens))
             facts["html"] = str(html)
     if as_json:
-        print_json({"shape": asdict(shape), "tokens": counts, "chip": chip, **facts})
+        known = {"tokens": counts, "chip": chip, "machine_code": machine_code}
+        print_json({"shape": asdict(shape), **known, **facts})
         return
     stdout().print(
         f"{facts['us']:.1f} us on {chip} ({facts['kernel_us']:.1f} in the kernel), "

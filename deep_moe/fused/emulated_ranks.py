@@ -121,6 +121,7 @@ class EmulatedRanks:
         products: bool = True,
         observe: Callable[[Machine], None] | None = None,
         mirrored: bool = False,
+        machine_code: bool = False,
         **options: Unpack[CallOptions],
     ) -> None:
         """Run one call of every rank; arguments as in `mega_moe`.
@@ -143,6 +144,8 @@ class EmulatedRanks:
             mirrored: run rank 0 alone; every peer does to it what it does to that peer, at the same
                 time, as where peers have as many tokens and the same routing, turned by a rank.
                 Weights of the peers are taken to be rank 0's. It needs a chip and checked=False.
+            machine_code: with a chip, read what instructions cost from the kernel's machine code,
+                see `deep_moe.emulator.machine_code`.
             {options}
 
         Raises:
@@ -216,6 +219,7 @@ class EmulatedRanks:
                 clock="virtual" if chip is None else chip,
                 products=products,
                 observe=observe,
+                machine_code=machine_code,
             )
 
     @staticmethod

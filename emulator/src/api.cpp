@@ -239,6 +239,19 @@ EXPORT int dm_load(Handle* h, const char* ptx, uint64_t bytes, const char* name,
     });
 }
 
+// What a kernel's machine code has for lines of its PTX; six numbers a line, see LineCost.
+EXPORT int dm_set_line_costs(Handle* h, uint32_t module, const char* kernel, uint64_t num_lines,
+                             const uint32_t* lines, const double* numbers) {
+    return guarded(h, "set_line_costs", [&] {
+        std::map<int, LineCost> costs;
+        for (uint64_t i = 0; i < num_lines; ++i) {
+            const double* n = numbers + 6 * i;
+            costs[int(lines[i])] = {n[0], n[1], n[2], n[3], n[4], n[5] != 0};
+        }
+        set_line_costs(*h->modules.at(module)->programs.at(kernel), costs);
+    });
+}
+
 EXPORT void dm_unload(Handle* h, uint32_t module) {
     if (!h->modules.at(module)) return;
     h->machine.forget_module(*h->modules[module]);

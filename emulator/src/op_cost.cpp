@@ -287,6 +287,29 @@ OpCost cost_of(std::string_view m, const Op& op) {
     return cost;
 }
 
+void set_line_costs(Program& program, const std::map<int, LineCost>& costs) {
+    int last_line = 0;
+    for (size_t i = 0; i < program.costs.size(); ++i) {
+        OpCost& cost = program.costs[i];
+        const int line = program.infos[i].ptx_line;
+        const auto found = costs.find(line);
+        cost.is_scheduled = true;
+        cost.work = 0;
+        cost.own = 0;
+        // A statement may be more than one operation: the first stands for all.
+        if (line != last_line && found != costs.end()) {
+            const LineCost& c = found->second;
+            cost.work =
+                pipe_work(quarters(c.issue), quarters(c.alu), quarters(c.fma), quarters(c.xu));
+            cost.own = uint32_t(c.cycles * 16 + 0.5);
+        }
+        // Where the compiler made predicates of a branch, nothing jumps.
+        const bool has_branch = found != costs.end() && found->second.has_branch;
+        if (cost.kind == OpKind::branch && !has_branch) cost.kind = OpKind::plain;
+        last_line = line;
+    }
+}
+
 uint64_t touched_registers(const Op& op) {
     uint64_t bits = 0;
     for (int i = 0; i < op.num_operands; ++i) {

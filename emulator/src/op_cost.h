@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string_view>
 #include <vector>
 
 namespace deep_moe::emulator {
 
 struct Op;
+struct Program;
 
 enum class OpKind : uint8_t {
     plain,
@@ -43,10 +45,14 @@ struct OpCost {
     // Quarters of machine instructions, 16 bits each: all, and those of the ALU, the FMA pipe and
     // the special-function unit.
     uint64_t work = 0;
-    uint16_t depth = 0;    // its part of the longest chain of its basic block, in quarters, too
-    uint64_t touches = 0;  // registers read or written, hashed
-    uint16_t size = 0;     // load and store: bytes of a lane; wgmma: N
-    uint8_t extra = 0;     // cycles that its warp waits besides
+    uint16_t depth = 0;  // its part of the longest chain of its basic block, in quarters, too
+    // Sixteenths of cycles that its warp takes by itself, if `is_scheduled`: those come from the
+    // machine code, waits for results that always come as late are among them.
+    uint32_t own = 0;
+    bool is_scheduled = false;
+    uint64_t touches = 0;                       // registers read or written, hashed
+    uint16_t size = 0;                          // load and store: bytes of a lane; wgmma: N
+    uint8_t extra = 0;                          // cycles that its warp waits besides
     uint8_t first_result = 0, num_results = 0;  // operands that come later
     uint8_t address = 0;                        // operand
     uint8_t space = 0;                          // of the address
@@ -65,8 +71,17 @@ constexpr uint64_t pipe_work(uint64_t issue, uint64_t alu = 0, uint64_t fma = 0,
 }
 
 // By mnemonic: how many machine instructions ptxas makes of one of PTX in the mean, and of what
-// kind. Where a chip's files have delays of a kernel's own machine code, those come before.
+// kind. What a kernel's own machine code says comes before it (`set_line_costs`).
 OpCost cost_of(std::string_view mnemonic, const Op& op);
+
+// What the machine code has for a line of PTX, executed once: instructions in all and of three
+// pipes, cycles that the warp takes by itself, and whether there is a branch.
+struct LineCost {
+    double issue, alu, fma, xu, cycles;
+    bool has_branch;
+};
+// Lines that are not named cost nothing. costs: by line of the text, from 1.
+void set_line_costs(Program& program, const std::map<int, LineCost>& costs);
 
 uint64_t touched_registers(const Op& op);
 inline uint64_t register_bit(uint32_t offset) {

@@ -18,6 +18,7 @@ constexpr int quarters_per_sm = 4;
 // A warp may run ahead of the next event by this much where nobody can notice.
 constexpr Picoseconds horizon = 40'000;
 constexpr uint64_t work_limit = 64 * 4;  // issue quarters after which it is charged
+constexpr uint32_t own_limit = 64 * 16;  // the same in sixteenths of cycles, of machine code
 constexpr double mma_sync_cycles = 8, mma_sync_latency_cycles = 33;
 constexpr double local_latency_cycles = 36;
 constexpr Picoseconds clock_step = 1'000'000;  // between two looks at the load
@@ -471,13 +472,16 @@ void Timing::add_pending(Warp& w, const Op& op, const OpCost& cost, Picoseconds 
 bool Timing::begin(Warp& w, const Op& op, const OpCost& cost) {
     WarpTime& t = *w.timed;
     if (t.pending_registers & cost.touches) await_registers(w, op);
-    if (cost.is_ordered || (t.work & 0xffff) > work_limit || t.extra > work_limit) flush(w);
+    if (cost.is_ordered || (t.work & 0xffff) > work_limit || t.extra > work_limit ||
+        (cost.is_scheduled && t.own > own_limit))
+        flush(w);
     const Picoseconds first = next_event();
     if (t.time > first && (cost.is_ordered || t.time > first + horizon)) return false;
     now = std::max(now, t.time);
     t.work += cost.work;
-    t.own += std::max(uint32_t(cost.work & 0xffff) * issue_sixteenths_,
-                      uint32_t(cost.depth) * dependent_sixteenths_);
+    t.own += cost.is_scheduled ? cost.own
+                               : std::max(uint32_t(cost.work & 0xffff) * issue_sixteenths_,
+                                          uint32_t(cost.depth) * dependent_sixteenths_);
     return true;
 }
 
@@ -499,10 +503,10 @@ void Timing::before(Warp& w, const Op& op, const OpCost& cost) {
                 ServiceQueue& queue = w.cta->sm->partitions[w.index % 4].shuffle;
                 const Picoseconds at = time_of(w);
                 const Picoseconds done = queue.take(at, cycles(gpu, chip.shuffle_cycles));
-                add_pending(w, op, cost,
-                            std::max(done, at + cycles(gpu, chip.shuffle_latency_cycles)),
-                            Spent::instructions);
-            } else {
+                const Picoseconds ready =
+                    cost.is_scheduled ? done : at + cycles(gpu, chip.shuffle_latency_cycles);
+                add_pending(w, op, cost, std::max(done, ready), Spent::instructions);
+            } else if (!cost.is_scheduled) {
                 add_pending(w, op, cost, time_of(w) + cycles(gpu, chip.xu_latency_cycles),
                             Spent::instructions);
             }
@@ -766,8 +770,9 @@ void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
         const Picoseconds now_here = time_of(w);
         const Picoseconds served = sm.shared_port.take(
             now_here, cycles(gpu, wavefronts * 128.0 / chip.shared_bytes_per_cycle));
-        const double latency =
-            is_remote ? chip.cluster_shared_latency_cycles : chip.shared_latency_cycles;
+        const double latency = is_remote           ? chip.cluster_shared_latency_cycles
+                               : cost.is_scheduled ? 0
+                                                   : chip.shared_latency_cycles;
         if (cost.num_results)
             add_pending(w, op, cost, served + cycles(gpu, latency), Spent::memory);
         else if (is_remote)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from deep_moe.cli import app
 from deep_moe.traces.chrome_reader import read_trace
+from deep_moe.trial import simulated
 from tests.traces.test_page import decoded
 
 SMALL = ["--experts", "4", "--topk", "2", "--hidden", "256", "--intermediate", "128"]
@@ -73,6 +74,31 @@ def test_each_phase_has_what_bounds_it(tmp_path: Path):
     assert "phases, and what bounds them" in invoke("time", *words).stdout
     assert "phases" not in json.loads(invoke("time", *words, "--no-phases", "--json").stdout)
     assert invoke("time", *words, "--no-phases", "--html", str(page)).exit_code == 2
+
+
+def test_machine_code_needs_nvdisasm(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DEEP_MOE_NVDISASM", "")
+    result = invoke("time", *SMALL, "--tokens", "4", "--num-sms", "4", "--machine-code")
+    assert result.exit_code == 2
+    assert "nvidia-cuda-nvdisasm" in result.output
+
+
+def test_the_call_is_told_to_read_machine_code(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+
+    def simulate(*arguments: Any, machine_code: bool, **options: Any) -> simulated.SimulatedCall:
+        asked.append(machine_code)
+        return simulate_call(*arguments, **options)
+
+    simulate_call = simulated.simulate_call
+    monkeypatch.setattr(simulated, "simulate_call", simulate)
+    monkeypatch.setenv("DEEP_MOE_NVDISASM", "named")
+    words = ["time", *SMALL, "--tokens", "4", "--num-sms", "4", "--no-phases", "--json"]
+    for more in ([], ["--machine-code"]):
+        result = invoke(*words, *more)
+        assert result.exit_code == 0, result.output
+        assert json.loads(result.stdout)["machine_code"] is bool(more)
+    assert asked == [False, True]
 
 
 def test_phases_of_mirrored_ranks_are_those_of_one():

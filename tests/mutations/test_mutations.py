@@ -41,6 +41,7 @@ from .planting import (
     with_edits,
     with_text_edit,
 )
+from .product_catalogue import PRODUCT_MUTATIONS
 from .split_catalogue import SPLIT_MUTATIONS
 from .throughput_catalogue import THROUGHPUT_MUTATIONS
 from .training_catalogue import TRAINING_MUTATIONS
@@ -197,6 +198,7 @@ def test_every_mark_stands_once_and_is_used() -> None:
             *THROUGHPUT_MUTATIONS,
             *GROUPED_MUTATIONS,
             *TRAINING_MUTATIONS,
+            *PRODUCT_MUTATIONS,
         )
         for edit in header_edits(mutation)
         for mark in (edit.mark, edit.behind)

@@ -23,10 +23,7 @@ from . import test_bf16, test_exporters
 from .test_exporters import CASES, LAYER
 
 FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
-# Damage to the others is not refused by name in every draw yet.
-_NOT_YET = ("gptq", "awq", "quark", "auto")
-FORMS = [name for name in CASES if not any(word in name for word in _NOT_YET)]
-FORMS += ["bf16", "bf16, stacked"]
+FORMS = [*CASES, "bf16", "bf16, stacked"]
 NUM_DRAWS = 6  # of each kind of damage
 # Either the values are as they were, or an error has one of these words; without words, the former.
 Words = list[str]
@@ -180,7 +177,10 @@ def converted(own: Checkpoint) -> Words:
 def read_as_another_type(own: Checkpoint) -> Words:
     tensor = own.tensors[own.name]
     same = [dtype for dtype in DTYPES if dtype.itemsize == tensor.element_size()]
-    dtype = own.drawn.choice([dtype for dtype in same if dtype != torch.bool])
+    # Scales of GPTQ and AWQ may be either, so that other values stay unseen.
+    other = {torch.float16, torch.bfloat16} if own.name.endswith(".scales") else set()
+    unseen = {torch.bool} | other - {tensor.dtype}
+    dtype = own.drawn.choice([dtype for dtype in same if dtype not in unseen])
     own.tensors[own.name] = tensor.view(dtype)
     own.save()
     return own.beside()
@@ -277,7 +277,8 @@ def index_of_more(own: Checkpoint) -> Words:
     weight_map = own.in_shards()
     extra = own.name + own.drawn.choice(["_2", ".bias", "_zero_point"])
     own.write_index({**weight_map, extra: weight_map[own.name]})
-    return [extra]
+    # By a name of global scales the whole layer is another format's, of which others come first.
+    return [extra, "weight_scale_2"] if extra.endswith("weight_scale_2") else [extra]
 
 
 def index_that_is_none(own: Checkpoint) -> Words:

@@ -158,7 +158,7 @@ def _quark_weights(source: str, config: object) -> Declared:
         return Declared(f"{source} says {weight!r:.100} of weights", refusal=_ONE_OBJECT)
     dtype, scheme, group_size = (weight.get(key) for key in ("dtype", "qscheme", "group_size"))
     words = f"{source} says of weights: dtype {dtype}, qscheme {scheme}, group_size {group_size}"
-    formats = _QUARK.get((dtype, scheme))
+    formats = next((own for kind, own in _QUARK.items() if kind == (dtype, scheme)), None)
     if formats is None or (dtype == "fp4" and weight.get("scale_format") not in (None, "e8m0")):
         return Declared(words, refusal="weights of this kind are not taken")
     block = _QUARK_BLOCKS.get(str(scheme)) or (1, group_size_of(source, weight) or GROUP_SIZE)

@@ -245,8 +245,9 @@ class StoredAwq(StoredGptq):
         """Rows before columns, eight codes of a row in each int32."""
         plain = super().plain(tensors)
         weight = tensors["weight"]
-        if plain is tensors or weight.shape[0] % _CODES:
-            return plain
+        is_awq = weight.dtype in cls.dtypes["weight"] and not weight.shape[0] % _CODES
+        if plain is tensors or not is_awq:
+            return plain  # what is wrong is named when types and shapes are checked
         shifts = torch.tensor(_AWQ_ROWS, device=weight.device).argsort() * 4
         codes = (weight.unsqueeze(2) >> shifts & 15).flatten(1)  # [K, rows]
         places = torch.arange(_CODES, device=weight.device) * 4

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from deep_moe import jit
-from deep_moe.emulator import Machine
+from deep_moe.emulator import Machine, chips
 
 SOURCE = """
 extern "C" __global__ void saxpy(int n, const float* x, float* y) {
@@ -99,7 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.runs < 1:
         parser.error(f"--runs must be at least 1, not {options.runs}")
-    ptx = jit.compile_to_ptx(SOURCE, arch="sm_90a")
+    ptx = jit.compile_to_ptx(SOURCE, arch=chips.load("h100").arch)
     speeds = [
         measure(ptx, name, checks=checks, num_runs=options.runs)
         for checks in (True, False)

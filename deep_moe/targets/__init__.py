@@ -12,6 +12,7 @@ from .explain import Explanation
 from .registry import (
     EMULATED,
     TARGETS,
+    products_target,
     target_for,
     target_of,
     target_of_capability,
@@ -29,6 +30,7 @@ __all__ = [
     "Target",
     "TargetWeights",
     "choose_config",
+    "products_target",
     "target_for",
     "target_of",
     "target_of_capability",

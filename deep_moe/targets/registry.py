@@ -29,6 +29,11 @@ def target_of(name: str) -> Target:
     return TARGETS[name]
 
 
+def products_target() -> Target:
+    """The first target that `grouped_product` has a kernel for, which the emulator runs."""
+    return next(target for target in TARGETS.values() if target.has_grouped_product)
+
+
 def target_of_capability(capability: tuple[int, int]) -> Target | None:
     """The target of GPUs with this compute capability, None if there is no kernel for them.
 

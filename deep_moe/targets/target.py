@@ -136,7 +136,7 @@ class Target(ABC):
     heeds_uneven: whether the choice of fields depends on `is_uneven`. overridable: the fields that
     callers may set. tunable: those of them whose best value differs from layer to layer. roles:
     what the warps do that have dispatch, loader and epilogue registers. packs_e2m1: whether an
-    instruction rounds to E2M1.
+    instruction rounds to E2M1. has_grouped_product: whether `grouped_product` has a kernel for it.
     """
 
     name: str
@@ -156,6 +156,7 @@ class Target(ABC):
     tunable: ClassVar[tuple[str, ...]]
     roles: ClassVar[tuple[str, str, str]]
     packs_e2m1: ClassVar[bool] = False
+    has_grouped_product: ClassVar[bool] = False
 
     @abstractmethod
     def choose_fields(

@@ -10,14 +10,13 @@ from deep_moe.heuristics.products import COLUMN_ALIGNMENT, K_GROUP, GroupedProdu
 from deep_moe.heuristics.training import MAX_EXPERTS
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import GroupedProductArgs, TensorMap
-from deep_moe.targets import target_of
+from deep_moe.targets import products_target, target_of
 from deep_moe.tensor_map import DataType, Swizzle, TensorMapSpec
 from deep_moe.tensor_memory import check_dense, check_memory, refuse_shared_memory
 
 from .launching import launch
 
 _ALIGNMENT = 16  # bytes, of tensor copies and of stores
-_EMULATED_ARCH = "sm_90a"
 _EMULATED_CTAS = 4
 _MAX_ROWS = 1 << 30
 
@@ -150,13 +149,14 @@ def _tensor_map(
 
 def _arch_of(arch: str | None, gpu: Gpu | None, device: torch.device) -> str:
     """The target whose kernel runs."""
-    own = _EMULATED_ARCH if gpu is None else gpu.target.name
+    own = products_target().name if gpu is None else gpu.target.name
     target = target_of(own if arch is None else arch)
     if gpu is not None and target.name != own:
         raise ValueError(f"arch must be {own}, that of {device}, or None; got {arch!r}")
-    if target.kernel != "sm90":
+    if not target.has_grouped_product:
         raise ValueError(
-            f"arch must be {_EMULATED_ARCH}, the only one with this kernel; got {target.name}"
+            f"arch must be {products_target().name}, the only one with this kernel; got "
+            f"{target.name}"
         )
     return target.name
 

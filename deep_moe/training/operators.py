@@ -13,7 +13,7 @@ import torch
 
 from deep_moe.activations import ACTIVATIONS, Activation, GatedActivation, activation_of
 from deep_moe.heuristics.training import num_padded_rows
-from deep_moe.targets import target_of
+from deep_moe.targets import products_target, target_of
 from deep_moe.tensor_memory import check_memory
 
 from .experts import Experts, Linear1, Weights, widened
@@ -107,10 +107,10 @@ def experts_of(
 
 def _require_products(arch: str) -> None:
     """That there are products of quantized operands for a target."""
-    if target_of(arch).kernel != "sm90":
+    if not target_of(arch).has_grouped_product:
         raise ValueError(
-            f"precision must be 'bf16' or 'mxfp8' on {arch}: products of 'fp8' are for sm_90a; "
-            "got 'fp8'"
+            f"precision must be 'bf16' or 'mxfp8' on {arch}: products of 'fp8' are for "
+            f"{products_target().name}; got 'fp8'"
         )
 
 

@@ -23,6 +23,7 @@ from deep_moe.heuristics.segments import align_up
 from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 from deep_moe.split.kernels import Launch
 from deep_moe.split.throughput import AllToAll
+from deep_moe.targets import products_target
 from deep_moe.training.functional import moe
 
 from .fuzzing import ARCHS, CASES_PER_KERNEL, pairwise, rows_of_a_round
@@ -101,10 +102,10 @@ class TrainingCase:
 
     @property
     def steps(self) -> str | None:
-        """Products of "fp8" are for SM90."""
+        """Not every target has products of "fp8"."""
         steps: str | None = self.values["steps"]
         is_fp8 = self.values["precision"] == "fp8"
-        return "sm_90a" if is_fp8 and steps is not None else steps
+        return products_target().name if is_fp8 and steps is not None else steps
 
     @cached_property
     def inputs(self) -> tuple[torch.Tensor, Tensors, torch.Tensor]:

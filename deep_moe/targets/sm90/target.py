@@ -30,6 +30,7 @@ class Sm90(Target):
     overridable = sm90.OVERRIDABLE
     tunable = sm90.TUNABLE
     roles = sm90.ROLES
+    has_grouped_product = True
 
     def choose_fields(
         self,

@@ -97,8 +97,9 @@ def test_a_small_ring(schedule: Schedule) -> None:
         "fp8", num_tokens, num_experts=3, hidden=128, intermediate_hidden=640, num_pool_tokens=384
     )
     overrides = {**CLUSTERS, "block_m": 16, "num_turn_m_blocks": 1}
-    # With seed 2 no CTA at random is late enough to notice rows that are used too early.
-    check(case, num_tokens, overrides=overrides, schedule=schedule, schedule_seed=1)
+    # With either seed a CTA is late enough, in most schedules, to notice rows used too early.
+    for seed in (0, 2):
+        check(case, num_tokens, overrides=overrides, schedule=schedule, schedule_seed=seed)
 
 
 def test_calls_in_a_row() -> None:

@@ -1,9 +1,10 @@
-"""Plants bugs into copies of the training kernels' headers; each has to be noticed."""
+"""Plants bugs into copies of the headers of the training kernels and of `grouped_product`; each has
+to be noticed."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from deep_moe.activations import GeluTanh, Situ, Swiglu, SwigluStep
 from deep_moe.training import launching
 
-from ..training import test_kernels
+from ..training import test_grouped_product, test_kernels
 from .catalogue import Mutation
 from .planting import check_edits, noticed_in, planted_in_headers
+from .product_catalogue import PRODUCT_MUTATIONS
 from .training_catalogue import TRAINING_MUTATIONS
 
 
@@ -22,30 +24,12 @@ def name_of(mutation: Mutation) -> str:
     return mutation.name
 
 
-def outcome() -> str:
-    """Who noticed something in tests of each kernel."""
+def outcome_of(check: Callable[[], None]) -> str:
+    """Who noticed something in these tests."""
 
     def run() -> bool:
         try:
-            test_kernels.test_slots_are_sorted(700, 6, 40, torch.int64)
-            test_kernels.test_gathered_rows_are_bit_equal(32, rounds=False)
-            test_kernels.test_gathered_rows_are_bit_equal(32, rounds=True)
-            test_kernels.test_scattered_rows_are_bit_equal(3)
-            test_kernels.test_what_is_added_to_rows("all")
-            for activation in (
-                Swiglu(clamp=0.75),
-                Situ(beta=1.0, linear_beta=2.0),
-                GeluTanh(),
-                SwigluStep(0.5),
-            ):
-                test_kernels.test_activation_and_its_gradients(activation, False, True)
-            test_kernels.test_activation_is_rounded_to_mxfp8()
-            test_kernels.test_rounded_weights_are_bit_equal()
-            test_kernels.test_quantized_rows_are_bit_equal(640)
-            test_kernels.test_dequantized_rows_are_bit_equal()
-            test_kernels.test_activation_is_quantized()
-            for by_columns in (False, True):
-                test_kernels.test_quantized_weights_are_bit_equal(by_columns)
+            check()
         except AssertionError:
             return False
         return True
@@ -53,17 +37,50 @@ def outcome() -> str:
     return noticed_in(run)
 
 
-@pytest.mark.parametrize("mutation", TRAINING_MUTATIONS, ids=name_of)
+def check_training_kernels() -> None:
+    """Tests of each kernel."""
+    test_kernels.test_slots_are_sorted(700, 6, 40, torch.int64)
+    test_kernels.test_gathered_rows_are_bit_equal(32, rounds=False)
+    test_kernels.test_gathered_rows_are_bit_equal(32, rounds=True)
+    test_kernels.test_scattered_rows_are_bit_equal(3)
+    test_kernels.test_what_is_added_to_rows("all")
+    for activation in (
+        Swiglu(clamp=0.75),
+        Situ(beta=1.0, linear_beta=2.0),
+        GeluTanh(),
+        SwigluStep(0.5),
+    ):
+        test_kernels.test_activation_and_its_gradients(activation, False, True)
+    test_kernels.test_activation_is_rounded_to_mxfp8()
+    test_kernels.test_rounded_weights_are_bit_equal()
+    test_kernels.test_quantized_rows_are_bit_equal(640)
+    test_kernels.test_dequantized_rows_are_bit_equal()
+    test_kernels.test_activation_is_quantized()
+    for by_columns in (False, True):
+        test_kernels.test_quantized_weights_are_bit_equal(by_columns)
+
+
+def check_products() -> None:
+    for name in test_grouped_product.CASES:
+        test_grouped_product.test_products_are_right(name)
+
+
+CHECKS = {check_training_kernels: TRAINING_MUTATIONS, check_products: PRODUCT_MUTATIONS}
+MUTATIONS = [mutation for mutations in CHECKS.values() for mutation in mutations]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=name_of)
 def test_edit_changes_the_source(mutation: Mutation) -> None:
     check_edits(mutation)
 
 
 def test_names_are_given_once() -> None:
-    assert max(Counter(map(name_of, TRAINING_MUTATIONS)).values()) == 1
+    assert max(Counter(map(name_of, MUTATIONS)).values()) == 1
 
 
-def test_without_a_bug_nobody_complains() -> None:
-    assert outcome() == ""
+@pytest.mark.parametrize("check", CHECKS)
+def test_without_a_bug_nobody_complains(check: Callable[[], None]) -> None:
+    assert outcome_of(check) == ""
 
 
 @pytest.fixture
@@ -76,6 +93,7 @@ def planted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planted", TRAINING_MUTATIONS, ids=name_of, indirect=True)
+@pytest.mark.parametrize("planted", MUTATIONS, ids=name_of, indirect=True)
 def test_bug_is_noticed(planted: Mutation) -> None:
-    assert outcome() in planted.catcher.split("|")
+    (check,) = (check for check, own in CHECKS.items() if planted in own)
+    assert outcome_of(check) in planted.catcher.split("|")

@@ -33,6 +33,21 @@ inline MatrixRow matrix_row_b8_square(uint32_t t, uint32_t j, uint32_t e) {
     return {16 * (j / 2) + 4 * (t % 4) + e, t / 4 + 8 * (j % 2)};
 }
 
+// Multiplies the panels, and calls add(index, lane, product) for each of 16 x 8 products: with the
+// register and the lane that hold it of C and D.
+template <class Add>
+void for_each_product(Panels& panels, uint32_t k, Add add) {
+    for (uint32_t first_row = 0; first_row < 16; first_row += row_block) {
+        panels.multiply(first_row, k);
+        for (uint32_t row = first_row; row < first_row + row_block; ++row) {
+            for (uint32_t column = 0; column < 8; ++column) {
+                const double product = panels.product[(row - first_row) * panels.pitch + column];
+                add(column % 2 + 2 * (row / 8), row % 8 * 4 + column / 2, product);
+            }
+        }
+    }
+}
+
 // mma.sync.m16n8kK with A row-major and B column-major: D (4 registers, or 2 with F16 results) = A
 // * B + C.
 struct WarpMma {
@@ -75,18 +90,9 @@ struct WarpMma {
 
  private:
     void add_integers(const uint32_t* const* c, uint32_t* const* d, Panels& panels) const {
-        for (uint32_t first_row = 0; first_row < 16; first_row += row_block) {
-            panels.multiply(first_row, k);
-            for (uint32_t row = first_row; row < first_row + row_block; ++row) {
-                for (uint32_t column = 0; column < 8; ++column) {
-                    const double product =
-                        panels.product[(row - first_row) * panels.pitch + column];
-                    const uint32_t lane = row % 8 * 4 + column / 2,
-                                   index = column % 2 + 2 * (row / 8);
-                    d[index][lane] = uint32_t(int64_t(product) + int32_t(c[index][lane]));
-                }
-            }
-        }
+        for_each_product(panels, k, [&](uint32_t index, uint32_t lane, double product) {
+            d[index][lane] = uint32_t(int64_t(product) + int32_t(c[index][lane]));
+        });
     }
 
     // An H200 has no FP8 in this instruction: it adds the products of two elements out of four,
@@ -179,20 +185,10 @@ struct ScaledWarpMma {
                 }
             }
         }
-        for (uint32_t first_row = 0; first_row < 16; first_row += row_block) {
-            panels.multiply(first_row, k);
-            for (uint32_t row = first_row; row < first_row + row_block; ++row) {
-                for (uint32_t column = 0; column < 8; ++column) {
-                    const double product =
-                        panels.product[(row - first_row) * panels.pitch + column];
-                    const uint32_t lane = row % 8 * 4 + column / 2,
-                                   index = column % 2 + 2 * (row / 8);
-                    const double sum = product + double(std::bit_cast<float>(c[index][lane]));
-                    d[index][lane] =
-                        std::isnan(sum) ? 0x7fffffffu : std::bit_cast<uint32_t>(float(sum));
-                }
-            }
-        }
+        for_each_product(panels, k, [&](uint32_t index, uint32_t lane, double product) {
+            const double sum = product + double(std::bit_cast<float>(c[index][lane]));
+            d[index][lane] = std::isnan(sum) ? 0x7fffffffu : std::bit_cast<uint32_t>(float(sum));
+        });
     }
 
  private:

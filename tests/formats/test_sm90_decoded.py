@@ -1,9 +1,9 @@
 """Weights that SM90 decodes to BF16 for BF16 tokens: every weight exact, decoded as the kernel does
-it, and at its place. Those of MXFP4 stand in test_sm90_mxfp4_bf16.py."""
+it, and at its place. What only MXFP4 has stands in test_sm90_mxfp4_bf16.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ from deep_moe.weights.transform import (
     transform_weights_for_mega_moe,
 )
 
-from .test_sm90_mxfp4_bf16 import LOWER_BYTES, UPPER_BYTES
-
 HIDDEN, INTERMEDIATE = 384, 256  # an odd number of 128 rows in Linear2
+LOWER_BYTES = (0x00, 0x40, 0x80, 0xC0)
+UPPER_BYTES = (0x00, 0x01, 0x80, 0x81)
 
 
 def bf16(bits: int) -> float:
@@ -39,6 +39,12 @@ def e2m1_values(word: int, h: int) -> list[float]:
             lower, upper = selectors >> 8 * v & 3, selectors >> 8 * v + 4 & 3
             made.append(bf16(UPPER_BYTES[upper] << 8 | LOWER_BYTES[lower]))
     return made
+
+
+def mxfp4_values(part: bytes, thread: int, b: int, product: int, h: int) -> list[float]:
+    word = word_at(part, 2048 * b + 16 * thread + 4 * product)
+    byte = part[4096 + thread // 4 * 8 + 4 * b + product // 2 * 2 + h]
+    return [value * 2.0 ** (byte - 127) for value in e2m1_values(word, h)]
 
 
 def nvfp4_values(part: bytes, thread: int, b: int, product: int, h: int) -> list[float]:
@@ -73,6 +79,7 @@ def mxfp8_values(part: bytes, thread: int, b: int, product: int, h: int) -> list
 # What the kernel makes of a row's values of a product, before the row's factor: of a warpgroup's
 # part, a thread of it, its row half, the product and the row in it.
 DECODED: dict[str, Callable[[bytes, int, int, int, int], list[float]]] = {
+    "mxfp4": mxfp4_values,
     "nvfp4": nvfp4_values,
     "int4": int4_values,
     "mxfp8": mxfp8_values,
@@ -103,7 +110,11 @@ def transform(weights: str, l1: LayerWeights, l2: LayerWeights) -> MegaMoEWeight
 @each_format
 @pytest.mark.parametrize("is_l1", [True, False], ids=["l1", "l2"])
 def test_every_value_decodes_exactly_at_its_place(weights: str, is_l1: bool) -> None:
-    layer = any_layer(weights, num_experts=1)
+    check_decoded(weights, any_layer(weights, num_experts=1), is_l1)
+
+
+def check_decoded(weights: str, layer: Sequence[LayerWeights], is_l1: bool) -> None:
+    """Of a layer of one expert."""
     numerics = target_of("sm_90a").weights_of(weights, "bf16").numerics
     expected = numerics.weights(one_expert(layer[0 if is_l1 else 1], 0), 2 if is_l1 else 1)
     made = transform(weights, *layer)

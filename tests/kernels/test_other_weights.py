@@ -67,6 +67,17 @@ def test_ranks_and_calls_in_a_row(arch: str, weights: str) -> None:
         assert all(result.is_exact for result in of_call), of_call
 
 
+@parametrize(
+    "weights",
+    ["mxfp4 x bf16", "nvfp4", "int4", "nvfp4 x nvfp4"],
+    everyday=["nvfp4", "nvfp4 x nvfp4"],
+)
+def test_sm_103a_and_biases_of_ranks(weights: str) -> None:
+    case = exact_case("sm_103a", weights, num_ranks=2, biases=True)
+    results = case.compare_call([exact_tokens(case.shape, n, seed=n) for n in (31, 17)])
+    assert all(result.is_exact for result in results), results
+
+
 @each_kernel
 @parametrize("activation_clamp", [None, 0.3], everyday=[0.3])
 def test_random_layer_is_right(arch: str, weights: str, activation_clamp: float | None) -> None:

@@ -1,5 +1,6 @@
-"""What only the SM100 kernel of NVFP4 weights and tokens has, in the emulator: exact layers bit for
-bit, random ones within what rounding explains. The rest stands in test_other_weights.py."""
+"""What only SM100 kernels of NVFP4 weights have, most of it beside NVFP4 tokens, in the emulator:
+exact layers bit for bit, random ones within what rounding explains. The rest stands in
+test_other_weights.py."""
 
 from __future__ import annotations
 
@@ -31,15 +32,16 @@ PAIR = "nvfp4 x nvfp4"
 GROUP = (1, 16)
 CLAMP = 24.0  # of exact layers: without it all of Linear1's output would be above what scales hold
 shape_of = partial(small_shape, PAIR, hidden=512)
+each_tokens = pytest.mark.parametrize("pair", [PAIR, "nvfp4 x bf16"])
 
 
-def exact_case(arch: str = "sm_100a", num_ranks: int = 1, **sizes: int) -> LayerCase:
-    shape = shape_of(num_ranks, **sizes)
-    return LayerCase(shape, exact_layer(shape, scale_block=GROUP), arch=arch)
-
-
-def random_case(**sizes: int) -> LayerCase:
+def exact_case(**sizes: int) -> LayerCase:
     shape = shape_of(**sizes)
+    return LayerCase(shape, exact_layer(shape, scale_block=GROUP))
+
+
+def random_case(pair: str = PAIR) -> LayerCase:
+    shape = small_shape(pair, hidden=512)
     return LayerCase(shape, random_layer(shape, scale_block=GROUP))
 
 
@@ -62,12 +64,6 @@ def test_last_k_blocks_of_128_values(hidden: int, intermediate_hidden: int) -> N
     tokens = exact_tokens(case.shape, 40, seed=hidden)
     (result,) = case.compare_call([tokens], activation_clamp=CLAMP)
     assert result.is_exact, result
-
-
-def test_sm_103a_and_several_ranks() -> None:
-    case = exact_case("sm_103a", num_ranks=2, biases=True)
-    results = case.compare_call([exact_tokens(case.shape, n, seed=n) for n in (31, 17)])
-    assert all(result.is_exact for result in results), results
 
 
 @pytest.mark.parametrize("exponent", [-80, 0, 60])
@@ -93,9 +89,10 @@ def test_zero_tokens_give_zero() -> None:
     assert torch.equal(y, torch.zeros_like(y))
 
 
-def test_every_code_and_scale_of_weights() -> None:
+@each_tokens
+def test_every_code_and_scale_of_weights(pair: str) -> None:
     """Among them scales of zero, subnormal ones and the largest, and the code of -0."""
-    shape = shape_of(num_experts=2, num_topk=2)
+    shape = small_shape(pair, num_experts=2, num_topk=2, hidden=512)
     generator = torch.Generator().manual_seed(0)
 
     def layer(num_rows: int, num_columns: int, num_matrices: int) -> LayerWeights:
@@ -112,8 +109,9 @@ def test_every_code_and_scale_of_weights() -> None:
     assert result.is_right, result
 
 
-def test_gate_and_up_have_scales_of_their_own() -> None:
-    case = random_case()
+@each_tokens
+def test_gate_and_up_have_scales_of_their_own(pair: str) -> None:
+    case = random_case(pair)
     tokens = random_tokens(case.shape, 20, seed=4)
     (y,) = case.call([tokens])
     global_sf = case.layer.l1.global_sf

@@ -497,8 +497,8 @@ SM100_MUTATIONS = (
         "sm100_mxfp4_scale_of_the_first_group",
         replaced("sm100_mxfp4_scale", "i * 0x0101", "0"),
         "result",
-        test="test_sm100_decoded::test_tiles",
-        arguments={"pair": "mxfp4 x bf16", "block_m": 16},
+        test="test_bf16_tokens::test_tiles",
+        arguments={"arch": "sm_100a", "pair": "mxfp4 x bf16", "block_m": 16},
     ),
     # ---- Linear2 epilogue
     M("l2_one_row_too_many", replaced("l2_valid_row", "<", "<="), "race|result|misuse"),
@@ -691,7 +691,8 @@ SM90_MUTATIONS = (
         "float_scale_of_half_a_group",
         replaced("float_group", "lanes_per_float_scale", "lanes_per_scale"),
         "result",
-        test="test_sm90_float_token_scales::test_prepared_inputs",
+        test="test_float_scales::test_prepared_inputs",
+        arguments={"arch": "sm_90a", "tokens": "fp8_128"},
     ),
     BF16(
         "shared_stage_released_early",
@@ -714,8 +715,10 @@ SM90_MUTATIONS = (
             name,
             edit,
             catcher,
-            test=f"test_fp8_rows::{test}",
-            arguments={"arch": "sm_90a"} if test == "test_prepared_inputs" else {},
+            test=f"test_float_scales::{test}",
+            arguments=(
+                {"arch": "sm_90a", "tokens": "fp8_token"} if test == "test_prepared_inputs" else {}
+            ),
         )
         for name, edit, catcher, test in (
             (
@@ -745,7 +748,7 @@ SM90_MUTATIONS = (
         )
     ),
     *(
-        M(name, edit, catcher, test=f"test_fp8_rows::{test}", arguments={"arch": "sm_100a"})
+        M(name, edit, catcher, test=f"test_float_scales::{test}", arguments={"arch": "sm_100a"})
         for name, edit, catcher, test in (
             (
                 "plain_product_of_one_k_step",
@@ -773,8 +776,8 @@ SM90_MUTATIONS = (
         "chunks_behind_a_tokens_last_read",
         instead("token_chunks_read", "chunks_[i] = x[chunk_idx(i)];"),
         "misuse|result",
-        test="test_fp8_rows::test_prepared_inputs",
-        arguments={"arch": "sm_90a"},
+        test="test_float_scales::test_prepared_inputs",
+        arguments={"arch": "sm_90a", "tokens": "fp8_token"},
     ),
     BF16(
         "bf16_values_of_the_neighbour",
@@ -1280,8 +1283,8 @@ SM90_MUTATIONS = (
         "second_mask_word_kept",
         replaced("l2_arrivals_zeroed", "* Config::Symm::l2_arrival_mask_dim1", ""),
         "race|result|misuse",
-        test="test_sm90_exact::test_more_than_64_linear1_blocks",
-        arguments={"intermediate": 8320},
+        test="test_exact::test_more_than_64_linear1_blocks",
+        arguments={"arch": "sm_90a", "intermediate": 8320},
     ),
     of_formula(Swiglu(), "gate_for_up", replaced("gate_up_rounded", "(up, gate)", "(gate, up)")),
     of_formula(Swiglu(), "no_routing_weight", replaced("activation_applied", "* topk_weight", "")),

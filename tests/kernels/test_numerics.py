@@ -1,4 +1,4 @@
-"""The SM90 kernel in the emulator on random layers and on awkward values."""
+"""Each target's kernel in the emulator on random layers and on awkward values."""
 
 from __future__ import annotations
 
@@ -24,8 +24,20 @@ SHAPE = MoEShape(
 
 
 @pytest.fixture(scope="module")
-def case() -> LayerCase:
-    return LayerCase(SHAPE, random_layer(SHAPE), arch="sm_90a")
+def cases() -> dict[str, LayerCase]:
+    return {
+        arch: LayerCase(SHAPE, random_layer(SHAPE), arch=arch) for arch in ("sm_90a", "sm_100a")
+    }
+
+
+@pytest.fixture(params=["sm_90a", "sm_100a"])
+def case(request: pytest.FixtureRequest, cases: dict[str, LayerCase]) -> LayerCase:
+    return cases[request.param]
+
+
+@pytest.fixture
+def sm90_case(cases: dict[str, LayerCase]) -> LayerCase:
+    return cases["sm_90a"]
 
 
 def with_routing(x: torch.Tensor, sf: torch.Tensor, seed: int) -> Tokens:
@@ -50,34 +62,42 @@ def test_random_layer_is_right(
 
 @pytest.mark.parametrize("tile", [{"block_m": 8}, {"block_m": 32}, {"block_m": 128}, FITTED])
 def test_random_layer_is_right_with_every_kind_of_tile(
-    case: LayerCase, tile: dict[str, int]
+    sm90_case: LayerCase, tile: dict[str, int]
 ) -> None:
     tokens = random_tokens(SHAPE, 50, seed=2)
-    (result,) = case.compare_call([tokens], overrides=tile)
+    (result,) = sm90_case.compare_call([tokens], overrides=tile)
     assert result.is_right, result
 
 
-def test_hopper_sums_stay_within_their_bounds(case: LayerCase) -> None:
+def test_hopper_sums_stay_within_their_bounds(sm90_case: LayerCase) -> None:
     tokens = random_tokens(SHAPE, 50, seed=1)
-    (result,) = case.compare_call([tokens], hopper_fp8_sums=True)
+    (result,) = sm90_case.compare_call([tokens], hopper_fp8_sums=True)
     assert result.is_right, result
     assert not result.is_exact
 
 
+def test_clamp_is_applied(case: LayerCase) -> None:
+    tokens = random_tokens(SHAPE, 20, seed=2)
+    (free,) = case.call([tokens])
+    (clamped,) = case.call([tokens], activation_clamp=0.3)
+    assert not torch.equal(free, clamped)
+
+
 @pytest.mark.parametrize("exponent", [-120, -60, 40])
 def test_tokens_of_any_size(case: LayerCase, exponent: int) -> None:
+    """Maxima so small that their reciprocal would overflow, and ones far above E4M3's range."""
     x, _ = quantize_e4m3_ue8m0(random_values(17, seed=3))
     sf = torch.full((17, SHAPE.hidden // 32), 127 + exponent, dtype=torch.uint8)
     (result,) = case.compare_call([with_routing(x, pack_ue8m0(sf), seed=3)])
     assert result.is_right, result
 
 
-def test_groups_that_lose_bits_to_the_largest(case: LayerCase) -> None:
+def test_groups_that_lose_bits_to_the_largest(sm90_case: LayerCase) -> None:
     """Values of some groups become subnormal, round to even, or vanish."""
     values = random_values(30, seed=8)
     spread = torch.randint(-16, 1, (30, SHAPE.hidden // 32), generator=torch.Generator())
     values *= torch.exp2(spread.float()).repeat_interleave(32, dim=1)
-    (result,) = case.compare_call([with_routing(*quantize_e4m3_ue8m0(values), seed=8)])
+    (result,) = sm90_case.compare_call([with_routing(*quantize_e4m3_ue8m0(values), seed=8)])
     assert result.is_right, result
 
 

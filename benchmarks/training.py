@@ -16,15 +16,20 @@ medians of the rounds are reported. Paths:
     quack       quack-kernels' grouped GEMMs with gathers and activation in them (quack_layer.py),
                 with the tiles that they have without a search
     quack-tuned the same with the tiles that it finds fastest
+    liger       liger-cute-kernels' layer, one kernel for each pass (liger_layer.py)
 
-The last two are timed where they are asked for, and need `pip install quack-kernels`.
+The last three are timed where they are asked for, and need `pip install quack-kernels` or
+`pip install liger-cute-kernels[cu12]`. `fp8` is left out where a GPU has no products for it, unless
+it is asked for.
 
-Each path is timed as Python calls it (`ms`) and as a CUDA graph of the same step is replayed
+Each path is timed as Python calls it (`ms`) and as CUDA graphs of the same step are replayed
 (`graph_ms`): what the two differ by is time in which the GPU waits for the host, of which small
-layers have much. Before anything is timed, ours and the library's results are compared with the
-plain layer's. `tflops` counts the products of routed slots, without padding, and the time called
-from Python.
-`peak_gib` is what a path allocates beyond its inputs, parameters and gradients included.
+layers have much. Both are the sum of their passes, `forward_ms` and `backward_ms`,
+`graph_forward_ms` and `graph_backward_ms`. Before anything is timed, ours and the libraries'
+results are compared with the plain layer's (`error`, a norm). `tflops` counts the products of
+routed slots, without padding, and the time called from Python.
+`peak_gib` is what a path allocates beyond its inputs, parameters and gradients included, without
+liger's symmetric memory.
 """
 
 from __future__ import annotations
@@ -34,8 +39,8 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +48,10 @@ import torch
 import torch.nn.functional as F
 
 import deep_moe
+from benchmarks import liger_layer
+from benchmarks.liger_layer import LigerLayer
 from benchmarks.quack_layer import Products, QuackLayer, installed_products, interleaved, separated
+from deep_moe.targets import target_of_capability
 from deep_moe.training.products import grouped_product, grouped_weight_gradient
 
 GIB = 2**30
@@ -63,11 +71,32 @@ MODELS = {
     "qwen3-235b": Model(4096, 1536, 128, 8),
     "deepseek-v3, 32 experts": Model(7168, 2048, 32, 8),
     "fine-grained": Model(1536, 256, 128, 8),
+    # Of which liger-cute-kernels publishes times.
+    "qwen3-30b": Model(2048, 768, 128, 8),
+    "4096 x 2048": Model(4096, 2048, 4, 2),
+    "5120 x 8192": Model(5120, 8192, 4, 2),
 }
+DEFAULT_MODELS = ("qwen3-235b", "deepseek-v3, 32 experts", "fine-grained")
 TOKENS = (8192, 16384, 32768)
 PATHS = ("ours", "separate", "recompute", "mxfp8", "fp8", "plain", "products")
 RESULTS = ("out", "x", "topk_weights", "w13", "w2")  # of a step: the output and gradients
-LIBRARY_PATHS = {"quack": {"tuned": False}, "quack-tuned": {"tuned": True}}
+QUACK_PATHS = {"quack": {"tuned": False}, "quack-tuned": {"tuned": True}}
+LIBRARY_PATHS = (*QUACK_PATHS, "liger")
+# As norms, how far from the plain layer's: BF16 rounds all a few times. Liger's kernels add up
+# weights' gradients in memory.
+ALLOWED_ERROR, LIGER_ALLOWED_ERROR = 0.02, 0.05
+
+
+@dataclass(frozen=True)
+class Step:
+    """A path's forward pass, and its backward pass on what that returned. `Case.step` returns the
+    output and all gradients."""
+
+    forward: Callable[[], Any]
+    backward: Callable[[Any], Any]
+
+    def __call__(self) -> Any:
+        return self.backward(self.forward())
 
 
 @dataclass(frozen=True)
@@ -127,15 +156,19 @@ class Case:
         model = self.model
         return 3 * 2 * 3 * self.num_slots * model.hidden * model.intermediate
 
-    def step(
-        self, layer: Callable[..., torch.Tensor], *weights: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def step(self, layer: Callable[..., torch.Tensor], *weights: torch.Tensor) -> Step:
         """Forward and backward: the output and all gradients."""
         leaves = [self.x, self.topk_weights, *weights]
-        out = layer(self.x, self.topk_idx, self.topk_weights, *weights)
-        return [out.detach(), *torch.autograd.grad(out, leaves, self.d_out)]
 
-    def our_step(self, **options: Any) -> list[torch.Tensor]:
+        def forward() -> torch.Tensor:
+            return layer(self.x, self.topk_idx, self.topk_weights, *weights)
+
+        def backward(out: torch.Tensor) -> list[torch.Tensor]:
+            return [out.detach(), *torch.autograd.grad(out, leaves, self.d_out)]
+
+        return Step(forward, backward)
+
+    def our_step(self, **options: Any) -> Step:
         """Of deep_moe.moe, W1 and W3 in one tensor."""
 
         def layer(*tensors: torch.Tensor) -> torch.Tensor:
@@ -182,7 +215,7 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.T
     return (getattr(F, "grouped_mm", None) or torch._grouped_mm)(a, b, offs=offs)
 
 
-def products_alone(case: Case) -> Callable[[], Any]:
+def products_alone(case: Case) -> Step:
     """The six, on rows that are sorted and padded already."""
     from deep_moe.training.steps_for import steps_for
 
@@ -196,101 +229,154 @@ def products_alone(case: Case) -> Callable[[], Any]:
     activated = F.silu(gate) * up
     offs = rows.offs
 
-    def run() -> None:
+    def forward() -> None:
         grouped_product(gathered, w13, offs)
         grouped_product(activated, w2, offs)
+
+    def backward(_: None) -> None:
         grouped_product(d_rows, w2.transpose(1, 2), offs)
         grouped_weight_gradient(activated, d_rows, offs)
         grouped_weight_gradient(gathered, linear1, offs)
         grouped_product(linear1, w13.transpose(1, 2), offs)
 
-    return run
+    return Step(forward, backward)
 
 
-def paths_of(case: Case) -> dict[str, Callable[[], Any]]:
-    compiled = torch.compile(plain_layer)
+def paths_of(case: Case) -> dict[str, Step]:
     return {
-        "ours": case.our_step,
-        "separate": lambda: case.step(deep_moe.moe, case.w1, case.w3, case.w2),
-        "recompute": partial(case.our_step, recompute=True),
-        "mxfp8": partial(case.our_step, precision="mxfp8"),
-        "fp8": partial(case.our_step, precision="fp8"),
-        "plain": lambda: case.step(compiled, case.w13, case.w2),
+        "ours": case.our_step(),
+        "separate": case.step(deep_moe.moe, case.w1, case.w3, case.w2),
+        "recompute": case.our_step(recompute=True),
+        "mxfp8": case.our_step(precision="mxfp8"),
+        "fp8": case.our_step(precision="fp8"),
+        "plain": case.step(torch.compile(plain_layer), case.w13, case.w2),
         "products": products_alone(case),
     }
 
 
-def library_paths(case: Case, products: Products) -> dict[str, Callable[[], Any]]:
+def default_paths(capability: tuple[int, int]) -> tuple[str, ...]:
+    """Those that a GPU of this compute capability has products for."""
+    target = target_of_capability(capability)
+    has_fp8 = target is not None and target.has_grouped_product
+    return tuple(name for name in PATHS if name != "fp8" or has_fp8)
+
+
+def quack_paths(case: Case, products: Products) -> dict[str, Step]:
     w13 = interleaved(case.w13.detach()).requires_grad_()
+    return {
+        name: case.step(QuackLayer(products, **options), w13, case.w2)
+        for name, options in QUACK_PATHS.items()
+    }
 
-    def path(layer: QuackLayer) -> Callable[[], Any]:
-        return lambda: case.step(layer, w13, case.w2)
 
-    return {name: path(QuackLayer(products, **options)) for name, options in LIBRARY_PATHS.items()}
+def liger_path(case: Case, calls: liger_layer.Calls, num_ranks: int = 1) -> Step:
+    """With indices, routing weights and weights as its kernels take them."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().contiguous().requires_grad_()
+
+    own = replace(
+        case, topk_idx=case.topk_idx.int(), topk_weights=leaf(case.topk_weights.bfloat16())
+    )
+    weights = [leaf(weight.transpose(1, 2)) for weight in (case.w1, case.w3, case.w2)]
+    return own.step(LigerLayer(calls, num_ranks * case.model.num_experts), *weights)
 
 
-def check(case: Case, paths: dict[str, Callable[[], Any]]) -> None:
-    """Ours and the library's against the plain layer, as norms: BF16 rounds all a few times."""
+def as_plain(path: str, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """A path's results in the form of the plain layer's."""
+    if path in QUACK_PATHS:
+        out, x, topk_weights, w13, w2 = found
+        return [out, x, topk_weights, separated(w13), w2]
+    if path == "liger":
+        out, x, topk_weights, gate, up, down = found
+        return [out, x, topk_weights, torch.cat([gate, up], 1).mT, down.mT]
+    return found
+
+
+def check(case: Case, paths: dict[str, Step]) -> dict[str, float]:
+    """Errors of ours and the libraries' results beside the plain layer's, the largest of each."""
     plain = paths["plain"]()
-    for path in ("ours", *LIBRARY_PATHS):
-        if path not in paths:
-            continue
-        found = paths[path]()
-        if path in LIBRARY_PATHS:
-            found[3] = separated(found[3])
-        require_close(path, found, plain)
+    checked = [path for path in ("ours", *LIBRARY_PATHS) if path in paths]
+    return {path: require_close(path, as_plain(path, paths[path]()), plain) for path in checked}
 
 
-def require_close(path: str, found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> None:
-    """Of two steps' results; RuntimeError for one that is not the plain layer's."""
+def require_close(path: str, found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> float:
+    """The largest error of two steps' results; RuntimeError for one that is not the plain
+    layer's."""
+    allowed = LIGER_ALLOWED_ERROR if path == "liger" else ALLOWED_ERROR
+    errors = []
     for name, a, b in zip(RESULTS, found, plain, strict=True):
-        error = (a.float() - b.float()).norm() / b.float().norm()
-        if not error < 0.02:
+        error = ((a.float() - b.float()).norm() / b.float().norm()).item()
+        if not error < allowed:
             raise RuntimeError(f"{path}: {name} differs from the plain layer's by {error:.3f}")
+        errors.append(error)
+    return max(errors)
 
 
-def milliseconds(call: Callable[[], Any]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def milliseconds(step: Step) -> tuple[float, float]:
+    """Of the forward pass, and of the backward pass."""
+    begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     begin.record()
-    call()
+    state = step.forward()
+    middle.record()
+    step.backward(state)
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end)
+    return begin.elapsed_time(middle), middle.elapsed_time(end)
 
 
-def captured(paths: dict[str, Callable[[], Any]]) -> dict[str, Callable[[], Any]]:
-    """Replays of paths that have been called before, in the same memory."""
+def captured(paths: dict[str, Step]) -> dict[str, Step]:
+    """Replays of paths that have been called before, in the same memory, a graph for each pass."""
     pool = torch.cuda.graph_pool_handle()
-    replays = {}
-    for name, call in paths.items():
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            call()
-        replays[name] = graph.replay
-    return replays
+    return {name: _captured(step, pool) for name, step in paths.items()}
+
+
+def _captured(step: Step, pool: Any) -> Step:
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(forward, pool=pool):
+        state = step.forward()
+    with torch.cuda.graph(backward, pool=pool):
+        step.backward(state)
+    return Step(forward.replay, lambda _: backward.replay())
 
 
 def measure(case: Case, num_rounds: int, wanted: Sequence[str]) -> dict[str, dict[str, float]]:
-    """By path: milliseconds (median) called and replayed, tflops, peak_gib."""
+    """By path: milliseconds (medians) called and replayed, tflops, peak_gib."""
     paths = paths_of(case)
-    library = [name for name in wanted if name in LIBRARY_PATHS]
-    if library:
-        made = library_paths(case, installed_products())
-        paths |= {name: made[name] for name in library}
-    check(case, paths)
-    paths = {name: paths[name] for name in wanted}
+    with ExitStack() as stack:
+        quack = [name for name in wanted if name in QUACK_PATHS]
+        if quack:
+            made = quack_paths(case, installed_products())
+            paths |= {name: made[name] for name in quack}
+        if "liger" in wanted:
+            model = case.model
+            calls = liger_layer.configured(
+                case.x.device,
+                num_tokens=case.x.shape[0],
+                hidden=model.hidden,
+                num_experts=model.num_experts,
+                num_topk=model.num_topk,
+            )
+            paths["liger"] = liger_path(case, stack.enter_context(calls))
+        errors = check(case, paths)
+        return _measured(case, {name: paths[name] for name in wanted}, num_rounds, errors)
+
+
+def _measured(
+    case: Case, paths: dict[str, Step], num_rounds: int, errors: dict[str, float]
+) -> dict[str, dict[str, float]]:
     results: dict[str, dict[str, float]] = {}
     for name, call in paths.items():
         call()  # compiles, and fills caches
         results[name] = {"peak_gib": peak_gib(call)}
-    medians = times(paths, num_rounds)
+        if name in errors:
+            results[name]["error"] = round(errors[name], 5)
+    called = times(paths, num_rounds)
     replayed = times(captured(paths), num_rounds)
-    for name, ms in medians.items():
-        results[name] |= {
-            "ms": round(ms, 4),
-            "graph_ms": round(replayed[name], 4),
-            "tflops": round(case.flop / ms / 1e9, 1),
-        }
+    for name, result in results.items():
+        for prefix, found in (("", called[name]), ("graph_", replayed[name])):
+            result |= {prefix + key: round(value, 4) for key, value in found.items()}
+        result["tflops"] = round(case.flop / result["ms"] / 1e9, 1)
     return results
 
 
@@ -303,20 +389,32 @@ def peak_gib(call: Callable[[], Any]) -> float:
     return round((torch.cuda.max_memory_allocated() - held) / GIB, 3)
 
 
-def times(paths: dict[str, Callable[[], Any]], num_rounds: int) -> dict[str, float]:
-    """Median of the milliseconds of each path, which take turns."""
-    rounds: dict[str, list[float]] = {name: [] for name in paths}
+def times(paths: dict[str, Step], num_rounds: int) -> dict[str, dict[str, float]]:
+    """Medians of the milliseconds of each path, which take turns: `ms`, and of its passes."""
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in paths}
     for _ in range(num_rounds):
-        for name, call in paths.items():
-            rounds[name].append(milliseconds(call))
-    return {name: statistics.median(values) for name, values in rounds.items()}
+        for name, step in paths.items():
+            rounds[name].append(milliseconds(step))
+    return {
+        name: {
+            "ms": statistics.median(forward + backward for forward, backward in values),
+            "forward_ms": statistics.median(forward for forward, _ in values),
+            "backward_ms": statistics.median(backward for _, backward in values),
+        }
+        for name, values in rounds.items()
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(DEFAULT_MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
-    parser.add_argument("--paths", nargs="+", choices=[*PATHS, *LIBRARY_PATHS], default=list(PATHS))
+    parser.add_argument(
+        "--paths",
+        nargs="+",
+        choices=[*PATHS, *LIBRARY_PATHS],
+        help="default: all but the libraries', and fp8 where the GPU has products for it",
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="where to write the report")
     options = parser.parse_args(arguments)
@@ -329,24 +427,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rounds": options.rounds,
         "results": [],
     }
-    for name in options.models:
-        for num_tokens in options.tokens:
-            model = MODELS[name]
-            torch._dynamo.reset()
-            results = measure(Case.random(model, num_tokens), options.rounds, options.paths)
-            entry = {"model": name, **asdict(model), "tokens": num_tokens, "paths": results}
-            report["results"].append(entry)
-            for path, result in results.items():
-                print(
-                    f"{name:24} {num_tokens:6} {path:11} {result['ms']:9.3f} ms "
-                    f"{result['graph_ms']:9.3f} ms in a graph "
-                    f"{result['tflops']:7.1f} TFLOPS  {result['peak_gib']:7.2f} GiB",
-                    flush=True,
-                )
-            if options.json is not None:
-                options.json.write_text(json.dumps(report, indent=1) + "\n")
-            torch.cuda.empty_cache()
+    paths = options.paths or default_paths(torch.cuda.get_device_capability())
+    with ExitStack() as stack:
+        if "liger" in paths:
+            device = torch.device("cuda", torch.cuda.current_device())
+            stack.enter_context(liger_layer.runtime(device))
+        for name in options.models:
+            for num_tokens in options.tokens:
+                entry = entry_of(name, num_tokens, options.rounds, paths)
+                report["results"].append(entry)
+                print(lines(entry), flush=True)
+                if options.json is not None:
+                    options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+def entry_of(name: str, num_tokens: int, num_rounds: int, paths: Sequence[str]) -> dict[str, Any]:
+    """A model's results at one number of tokens."""
+    model = MODELS[name]
+    torch._dynamo.reset()
+    device = torch.device("cuda", torch.cuda.current_device())
+    results = measure(Case.random(model, num_tokens, device), num_rounds, paths)
+    torch.cuda.empty_cache()
+    return {"model": name, **asdict(model), "tokens": num_tokens, "paths": results}
+
+
+def lines(entry: dict[str, Any]) -> str:
+    """An entry for people."""
+    return "\n".join(
+        f"{entry['model']:24} {entry['tokens']:6} {path:11} {found['ms']:9.3f} ms "
+        f"({found['forward_ms']:.3f} + {found['backward_ms']:.3f}) "
+        f"{found['graph_ms']:9.3f} ms in graphs "
+        f"({found['graph_forward_ms']:.3f} + {found['graph_backward_ms']:.3f}) "
+        f"{found['tflops']:7.1f} TFLOPS  {found['peak_gib']:7.2f} GiB"
+        for path, found in entry["paths"].items()
+    )
 
 
 if __name__ == "__main__":

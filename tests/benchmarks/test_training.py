@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import os
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from benchmarks import quack_layer, training
+from benchmarks import liger_layer, quack_layer, training
 
 MODEL = training.Model(hidden=128, intermediate=128, num_experts=4, num_topk=2)
 
@@ -90,8 +94,8 @@ PRODUCTS = quack_layer.Products(gemm, gated, dgated)
 
 
 def test_the_librarys_layer_agrees(case: training.Case) -> None:
-    paths = training.paths_of(case) | training.library_paths(case, PRODUCTS)
-    assert set(training.LIBRARY_PATHS) < set(paths)
+    paths = training.paths_of(case) | training.quack_paths(case, PRODUCTS)
+    assert set(training.QUACK_PATHS) < set(paths)
     training.check(case, paths)
 
 
@@ -100,9 +104,132 @@ def test_a_wrong_result_of_the_library_is_not_timed(case: training.Case) -> None
         return 2 * gemm(*tensors, **options)
 
     wrong = replace(PRODUCTS, gemm=doubled)
-    paths = training.paths_of(case) | training.library_paths(case, wrong)
+    paths = training.paths_of(case) | training.quack_paths(case, wrong)
     with pytest.raises(RuntimeError, match="quack: out differs from the plain layer's"):
         training.check(case, paths)
+
+
+def ligers_calls(state: list[tuple[torch.Tensor, ...]], scale: float = 1.0) -> liger_layer.Calls:
+    """What liger's calls say that they do, without a GPU, in float32. state: what waits for a
+    backward pass in the symmetric memory, most of it one."""
+
+    def forward(x: torch.Tensor, topk_idx: torch.Tensor, *tensors: Any) -> tuple[Any, ...]:
+        *matrices, num_experts, num_topk, team = tensors
+        assert (topk_idx.dtype, matrices[0].dtype) == (torch.int32, torch.bfloat16)
+        assert all(tensor.is_contiguous() for tensor in (x, topk_idx, *matrices))
+        assert (num_experts, num_topk, team) == (MODEL.num_experts, MODEL.num_topk, 7)
+        assert not state
+        leaves = [tensor.detach().float().requires_grad_() for tensor in (x, *matrices)]
+        tokens, topk_weights, gate, up, down = leaves
+        with torch.enable_grad():
+            slots = []
+            for slot in range(num_topk):
+                experts = topk_idx[:, slot].long()
+                gates = torch.einsum("th,tih->ti", tokens, gate[experts])
+                ups = torch.einsum("th,tih->ti", tokens, up[experts])
+                activated = torch.nn.functional.silu(gates) * ups
+                y = torch.einsum("ti,thi->th", activated, down[experts])
+                slots.append(topk_weights[:, slot, None] * y)
+            out = torch.stack(slots).sum(0)
+        state.append((out, *leaves))
+        return out.detach().bfloat16(), "meta", "meta", "meta", "slots", "tiles", 64
+
+    def backward(d_out: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+        assert given[:5] == ("meta", "meta", "slots", "tiles", "meta")
+        assert given[-4:] == (MODEL.num_experts, MODEL.num_topk, 7, 64)
+        out, *leaves = state[-1]
+        found = torch.autograd.grad(out, leaves, d_out.float(), retain_graph=True)
+        d_x, d_weights, d_gate, d_up, d_down = (scale * gradient.bfloat16() for gradient in found)
+        return d_x, d_gate, d_up, d_down, d_weights
+
+    def pop(team: int) -> None:
+        assert team == 7
+        state.pop()
+
+    return liger_layer.Calls(forward, backward, pop, 7)
+
+
+def test_ligers_layer_agrees_and_leaves_nothing_behind(case: training.Case) -> None:
+    state: list[tuple[torch.Tensor, ...]] = []
+    paths = training.paths_of(case) | {"liger": training.liger_path(case, ligers_calls(state))}
+    errors = training.check(case, paths)
+    assert 0 < errors["liger"] < training.LIGER_ALLOWED_ERROR
+    paths["liger"]()
+    assert not state
+
+
+def test_wrong_gradients_of_ligers_are_not_timed(case: training.Case) -> None:
+    calls = ligers_calls([], scale=1.1)
+    paths = training.paths_of(case) | {"liger": training.liger_path(case, calls)}
+    with pytest.raises(RuntimeError, match="liger: x differs from the plain layer's by 0"):
+        training.check(case, paths)
+
+
+def test_ligers_memory_is_for_the_layer_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of its library's calls, which a CPU cannot make."""
+    made: list[Any] = []
+    library = SimpleNamespace(
+        MoEConfig=SimpleNamespace,
+        configure=lambda *, device, moe: made.append((device, moe)),
+        nvshmem=SimpleNamespace(
+            resolve_team=lambda group: 7,
+            pool_clear_all=lambda: made.append("clear"),
+            finalize=lambda: made.append("finalize"),
+        ),
+        tvm_ffi=SimpleNamespace(
+            moe_fused_fwd_bf16="forward", moe_fused_bwd_bf16="backward", moe_pop_fwd="pop"
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "liger_cute_kernels", library)
+    for name in liger_layer.ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # so that what the runtime sets is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    device = torch.device("cuda", 1)
+    sizes = {"num_tokens": 24, "hidden": 128, "num_experts": 8, "num_topk": 2}
+    with liger_layer.runtime(device), liger_layer.configured(device, **sizes) as calls:
+        assert calls == liger_layer.Calls("forward", "backward", "pop", 7)  # type: ignore[arg-type]
+        assert os.environ["NVSHMEM_DISABLE_NVLS"] == "1"
+    wanted = {"max_tokens": 24, "hidden_size": 128, "num_experts": 8, "top_k": 2}
+    wanted |= {"num_hosts": 1, "gpus_per_host": 2}
+    assert made == [(device, SimpleNamespace(**wanted)), "clear", "finalize"]
+
+
+@pytest.mark.parametrize(("capability", "has_fp8"), [((9, 0), True), ((10, 0), False)])
+def test_fp8_is_timed_where_there_are_products(capability: tuple[int, int], has_fp8: bool) -> None:
+    paths = training.default_paths(capability)
+    assert ("fp8" in paths) == has_fp8
+    assert set(paths) | {"fp8"} == set(training.PATHS)
+
+
+def test_passes_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that each event reads, and that each pass moves on by its own number."""
+    now = 0.0
+
+    class Event:
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Any) -> float:
+            return float(other.at - self.at)
+
+    def passes(ms: float) -> None:
+        nonlocal now
+        now += ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    step = training.Step(lambda: passes(2.0), lambda _: passes(5.0))
+    found = training.times({"ours": step}, 3)["ours"]
+    assert found == {"ms": 7.0, "forward_ms": 2.0, "backward_ms": 5.0}
 
 
 def test_weights_are_stored_as_the_library_wants_them() -> None:

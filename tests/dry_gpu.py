@@ -19,6 +19,11 @@ import pytest
 import torch
 
 from deep_moe import jit
+from deep_moe.activations import DEFAULT_ACTIVATION, has_gate
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import choose_config
+from deep_moe.trial.synthetic import Tokens
+from tests.layer.rank_layer import RankLayer
 from tests.layer.rank_pool import RankPool
 
 NAME, CAPABILITY, NUM_GPUS = "NVIDIA H100 80GB HBM3", (9, 0), 2
@@ -53,6 +58,33 @@ def choose_all(configs: Iterable[Any]) -> None:
         assert config.num_threads > 0
 
 
+class DryLayer:
+    """In place of `RankLayer`, in tests of one GPU: a kernel is chosen for each call, as the call
+    would choose it, and no value is computed."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        bound = inspect.signature(RankLayer).bind(*args, **options)
+        self.shape: MoEShape = bound.arguments["shape"]
+
+    def compare_call(
+        self,
+        tokens: Tokens,
+        *,
+        activation: Any = DEFAULT_ACTIVATION,
+        num_sms: int = PROPERTIES.multi_processor_count,
+        **options: Any,
+    ) -> SimpleNamespace:
+        assert self.shape.has_gate is has_gate(activation)
+        options.update(arch="sm_90a", num_sms=num_sms, activation=activation)
+        assert choose_config(self.shape, tokens.num_tokens, **options).num_threads > 0
+        return SimpleNamespace(is_exact=True, is_right=True)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Everything else is on the GPU."""
+        getattr(RankLayer, name)
+        reach()
+
+
 _ANSWERS = {
     "is_available": True,
     "device_count": NUM_GPUS,
@@ -85,6 +117,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         if hasattr(module, "compile_all"):
             module.compile_all = choose_all
+        if hasattr(module, "RankLayer"):
+            module.RankLayer = DryLayer
 
 
 @pytest.hookimpl(wrapper=True)

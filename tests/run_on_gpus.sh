@@ -23,7 +23,12 @@ run=("$python" -m pytest -m gpu -q -p tests.gpu_record)
 if (($#)); then
     exec "${run[@]}" -p no:xdist "$@"
 fi
-"${run[@]}" -n 6 --dist worksteal tests --ignore tests/layer
+without=(--ignore tests/layer --ignore tests/arguments)
+if ! "$python" -c 'import mkdocs' 2>/dev/null; then
+    echo "without tests/test_docs.py, which needs mkdocs"
+    without+=(--ignore tests/test_docs.py)
+fi
+"${run[@]}" -n 6 --dist worksteal tests "${without[@]}"
 one_gpu=$?
 "${run[@]}" -p no:xdist tests/layer
 several_gpus=$?

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FILES = (
-    *sorted((ROOT / "tests/layer").glob("test_gpu_*.py")),
-    *sorted((ROOT / "tests/fused").glob("test_gpu_*.py")),
-    *sorted((ROOT / "tests/kernels").glob("test_gpu_*.py")),
-    *sorted((ROOT / "tests/jit").glob("test_*_gpu.py")),
-    *sorted((ROOT / "tests/training").glob("test_gpu*.py")),
-)
+# They start processes of their own.
+OTHERS = {"test_dry_gpu.py", "test_docs.py", "test_killed_rank.py"}
+FILES = [
+    path
+    for path in sorted((ROOT / "tests").rglob("test_*.py"))
+    if "pytest.mark.gpu" in path.read_text() and path.name not in OTHERS
+]
 
 
 def dry_run(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -39,16 +39,22 @@ ROTTEN = {
     "run_ranks(Place.GPUS, 1, lambda rank: 0)": "Can't pickle",
     "make_buffer(3, 4, 5)": "TypeError: make_buffer",
     "compile_all([gpu_config(5, 6, no=1)])": "TypeError: gpu_config() got an unexpected keyword",
+    "RankLayer(None, SHAPE, exact=1).compare_call(TOKENS, activation='relu2')": "AssertionError",
+    "RankLayer(None, SHAPE, exact=1).compare_call(TOKENS, overrides={'block_m': 7})": "ValueError",
     "torch.no_such_function()": "AttributeError: module 'torch' has no attribute",
 }
 HEAD = """
 import pytest
 import torch
+from deep_moe.heuristics import MoEShape
+from deep_moe.trial.synthetic import random_tokens
 from tests.layer.kernels import compile_all, gpu_config
-from tests.layer.rank_layer import make_buffer
+from tests.layer.rank_layer import RankLayer, make_buffer
 from tests.layer.rank_pool import Place
 
 pytestmark = pytest.mark.gpu
+SHAPE = MoEShape(1, 8, 4, 1024, 512, 3)
+TOKENS = random_tokens(SHAPE, 3)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from deep_moe.activations import ACTIVATIONS
+from deep_moe.activations import ACTIVATIONS, has_gate
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import target_of, target_of_device
 from deep_moe.trial.synthetic import exact_tokens, random_tokens
@@ -142,7 +142,7 @@ def test_all_tokens_to_one_expert(weights: WeightsName) -> None:
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_activations(weights: WeightsName, activation: str, num_pool_tokens: int | None) -> None:
-    shape = one_rank(weights, 300, num_pool_tokens)
+    shape = one_rank(weights, 300, num_pool_tokens, has_gate=has_gate(activation))
     case = RankLayer(this_gpu(), shape, exact=False)
     for num_tokens in (5, 300):
         tokens = random_tokens(shape, num_tokens, seed=num_tokens)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import deep_moe
-from deep_moe import jit
+from deep_moe import emulator, jit
 from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_float
 from deep_moe.heuristics.products import GroupedProductConfig
 
@@ -48,6 +49,25 @@ class Case:
         begins = None if begin is None else torch.tensor(begin).int()
         return cls(x, x_sf, weight, weight_sf, torch.tensor(count).int(), begins)
 
+    def exact(self) -> Case:
+        """Same sizes, with values whose sums the 13 bits of Hopper's FP8 products hold: numbers up
+        to 3, and scales that are powers of two."""
+        generator = torch.Generator().manual_seed(1)
+
+        def integers(like: torch.Tensor) -> torch.Tensor:
+            return torch.randint(-3, 4, like.shape, generator=generator).to(like.dtype)
+
+        def powers(like: torch.Tensor) -> torch.Tensor:
+            return torch.randint(-2, 3, like.shape, generator=generator).float().exp2()
+
+        return replace(
+            self,
+            x=integers(self.x),
+            weight=integers(self.weight),
+            x_sf=powers(self.x_sf),
+            weight_sf=powers(self.weight_sf),
+        )
+
     def run(self, **options: Any) -> torch.Tensor:
         shape = (*self.x.shape[:-1], self.weight.shape[1])
         y = torch.full(shape, UNTOUCHED, dtype=torch.bfloat16, device=self.x.device)
@@ -55,9 +75,9 @@ class Case:
         assert deep_moe.grouped_product(*operands, out=y, **options) is y
         return y
 
-    def check(self, y: torch.Tensor) -> None:
+    def check(self, y: torch.Tensor, *, is_exact: bool = False) -> None:
         """That each used row is right to within float32's roundings of sums in any order and one to
-        BF16, and all others are as they were."""
+        BF16, or to the bit, and all others are as they were."""
         num_columns, num_values = self.weight.shape[1:]
         x = dequantize_e4m3_float(self.x, self.x_sf, torch.float64).view(-1, num_values)
         scales = self.weight_sf.double().repeat_interleave(128, 1)[:, :num_columns]
@@ -66,6 +86,8 @@ class Case:
         is_used = torch.zeros(len(x), dtype=torch.bool)
         for expert, rows in enumerate(self.rows()):
             exact = x[rows] @ weights[expert].t()
+            if is_exact:
+                assert torch.equal(y[rows], exact.float().bfloat16().double())
             magnitude = x[rows].abs() @ weights[expert].abs().t()
             bound = exact.abs() * 2.0**-8 + magnitude * (num_values + 8) * 2.0**-24
             # A NaN of a token is its row's.
@@ -225,10 +247,19 @@ def test_no_spills_and_no_serialized_products() -> None:
     assert "serialized" not in compilation.log, compilation.log
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_exact_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sums as Hopper's tensor cores make them."""
+    as_hardware = partial(emulator.Machine, hopper_fp8_sums=True)
+    monkeypatch.setattr(emulator, "Machine", as_hardware)
+    case = CASES[name].exact()
+    case.check(case.run(), is_exact=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str) -> None:
-    case = CASES[name]
+    case = CASES[name].exact()
     tensors = {field: getattr(case, field) for field in vars(case)}
     moved: dict[str, Any] = {field: None if t is None else t.cuda() for field, t in tensors.items()}
-    case.check(Case(**moved).run().cpu())
+    case.check(Case(**moved).run().cpu(), is_exact=True)

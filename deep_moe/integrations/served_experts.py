@@ -7,6 +7,7 @@ expert-major, so such a balancer can permute experts in place. Nothing waits for
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -122,6 +123,10 @@ class ServedExperts:
         DeepMoEError, as the weights that were there are gone: so are calls until others are loaded.
         """
         weights = self.weights
+        for name, layer in (("l1", l1), ("l2", l2)):
+            self._check_num_experts(name, (layer,) if isinstance(layer, torch.Tensor) else layer)
+        if biases is not None:
+            self._check_num_experts("biases", biases)
         try:
             new_biases = self._laid_out_biases(biases, is_interleaved=is_interleaved)
         except (TypeError, ValueError) as error:
@@ -206,6 +211,14 @@ class ServedExperts:
         if self.weights is None:
             return UnsupportedError(reason)
         return DeepMoEError(f"weights that replace others cannot be laid out: {reason}")
+
+    def _check_num_experts(self, name: str, tensors: Iterable[torch.Tensor]) -> None:
+        for place, tensor in enumerate(tensors):
+            if tensor.dim() == 0 or tensor.shape[0] != self.num_local_experts:
+                raise self._refusal(
+                    f"{name}[{place}] must be of {self.num_local_experts} experts; got shape "
+                    f"{[*tensor.shape]}"
+                )
 
     def _laid_out_biases(
         self, biases: Pair | None, *, is_interleaved: bool

@@ -56,6 +56,7 @@ _BIASES = ("gate_up_proj_bias", "down_proj_bias")
 _SCALES = "_scale_inv"
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _PACKED = (torch.int8, torch.uint8)
+_SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu, torch.uint8)
 _WHOLE_TOKENS: TokenFormatName = "fp8_token"  # beside FP8 weights with a scale for each matrix
 
 
@@ -292,6 +293,8 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         value = getattr(module, name, allowed)
         if value is not allowed:
             raise UnsupportedError(f"experts with {name}={value} are not supported")
+    for name in _further_tensors(module):
+        raise UnsupportedError(f"{name} is a tensor that the kernel knows nothing of")
     tensors = {name: _local(getattr(module, name, None)) for name in _LINEARS}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
@@ -301,13 +304,18 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
     l1, l2 = tensors.values()
     if l1.dtype not in _FLOATS and form != _Form(False, True):
         raise UnsupportedError(
-            f"experts of {l1.dtype} with is_transposed={form.is_transposed}, "
-            f"is_concatenated={form.is_concatenated} are not supported"
+            f"gate_up_proj of {l1.dtype} with is_transposed={form.is_transposed}, "
+            f"is_concatenated={form.is_concatenated} is not supported"
         )
     if l1.dtype != l2.dtype or l1.dtype not in (*_FLOATS, *_PACKED, torch.float8_e4m3fn):
         raise UnsupportedError(f"weights of {l1.dtype} and {l2.dtype} are not supported")
     factor = 2 if l1.dtype in _PACKED else 1
     num_experts = l1.shape[0]
+    said = getattr(module, "num_experts", num_experts)
+    if said != num_experts:
+        raise UnsupportedError(
+            f"gate_up_proj holds {num_experts} experts, but the module's num_experts is {said!r}"
+        )
     num_rows, hidden = l1.shape[1:] if not form.is_transposed else (l1.shape[2], l1.shape[1])
     hidden *= factor
     down = (hidden, num_rows // 2 // factor)
@@ -332,9 +340,7 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
     else:
         is_exact = True
         weights = "fp8" if l1.dtype == torch.float8_e4m3fn else "mxfp4"
-        scales = [_local(getattr(module, name + _SCALES)) for name in _LINEARS]
-        if any(sf.dim() != 3 for sf in scales):
-            raise UnsupportedError("weights with one scale for a whole expert are not supported")
+        scales = [_scales(module, name + _SCALES, num_experts) for name in _LINEARS]
         tensors |= {name + _SCALES: sf for name, sf in zip(_LINEARS, scales, strict=True)}
         pairs = list(zip((l1, l2), scales, strict=True))
         if l1.dtype in _PACKED:
@@ -357,20 +363,63 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
         l1.device,
         weights,
         {name: _Given(tensor.dtype, tensor.shape) for name, tensor in tensors.items()},
-        _biases(module, form),
+        _biases(
+            module, form, {_BIASES[0]: (num_experts, num_rows), _BIASES[1]: (num_experts, hidden)}
+        ),
         is_exact,
         expert,
         token_format,
     )
 
 
-def _biases(module: Any, form: _Form) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _further_tensors(module: torch.nn.Module) -> list[str]:
+    """Of those that belong to a linear layer by their names, what would change its meaning if it
+    were ignored. Not scales of activations: tokens get scales of their own."""
+    known = {
+        *(*_LINEARS, *_BIASES),
+        *(name + suffix for name in _LINEARS for suffix in (_SCALES, "_activation_scale")),
+    }
+    held = {**module._parameters, **module._buffers}
+    return [
+        name
+        for name, tensor in held.items()
+        if tensor is not None and name.startswith(_LINEARS) and name not in known
+    ]
+
+
+def _scales(module: Any, name: str, num_experts: int) -> torch.Tensor:
+    sf = _local(getattr(module, name, None))
+    if not isinstance(sf, torch.Tensor) or sf.dtype not in _SCALE_DTYPES:
+        found = sf.dtype if isinstance(sf, torch.Tensor) else sf
+        allowed = ", ".join(map(str, _SCALE_DTYPES))
+        raise UnsupportedError(f"{name} must be a tensor of {allowed}; got {found}")
+    if sf.dim() != 3 or sf.shape[0] != num_experts:
+        raise UnsupportedError(
+            f"{name} must hold scales of the rows and columns of {num_experts} experts; got shape "
+            f"{[*sf.shape]}"
+        )
+    return sf
+
+
+def _biases(
+    module: Any, form: _Form, shapes: dict[str, tuple[int, int]]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     if not getattr(module, "has_bias", False):
+        for name in _BIASES:
+            if isinstance(getattr(module, name, None), torch.Tensor):
+                raise UnsupportedError(f"{name} is there, but has_bias is not set")
         return None
-    found = [_local(getattr(module, name, None)) for name in _BIASES]
-    for name, bias in zip(_BIASES, found, strict=True):
-        if not isinstance(bias, torch.Tensor) or bias.dim() != 2:
+    found = []
+    for name, shape in shapes.items():
+        bias = _local(getattr(module, name, None))
+        if not isinstance(bias, torch.Tensor):
             raise UnsupportedError(f"{name} is no row for each expert")
+        if tuple(bias.shape) != shape or bias.dtype not in _FLOATS:
+            raise UnsupportedError(
+                f"{name} must be [{shape[0]}, {shape[1]}] of floats; got {bias.dtype} "
+                f"{[*bias.shape]}"
+            )
+        found.append(bias)
     first, second = found
     if not form.is_concatenated:
         first = gate_before_up(first)
@@ -510,9 +559,8 @@ def activation_of(module: Any, device: torch.device) -> Activation:
     ends = torch.tensor([-3e3, -40.0, 40.0, 3e3], **own)
     probe = torch.cat([torch.linspace(-24, 24, 193, **own), ends])
     gate, up = (each.flatten() for each in torch.meshgrid(probe, probe.roll(7), indexing="ij"))
-    pairs = torch.stack([gate, up], dim=1).to(device)
-    with torch.no_grad():
-        result = module._apply_gate(pairs).flatten().float().cpu()
+    pairs = torch.stack([gate, up], dim=1)
+    result = _result_of_gate(module, pairs.to(device))
     for kind in ACTIVATIONS.values():
         if not issubclass(kind, GatedActivation):
             continue
@@ -525,6 +573,20 @@ def activation_of(module: Any, device: torch.device) -> Activation:
             if torch.allclose(result, activation(gate, up), rtol=1e-5, atol=1e-6):
                 return activation
     raise UnsupportedError(f"the activation of {type(module).__name__} is none that the kernel has")
+
+
+def _result_of_gate(module: Any, pairs: torch.Tensor) -> torch.Tensor:
+    """What the module's function makes of pairs [number, 2], or an UnsupportedError if it makes
+    anything else than a number of each: it is the model's own code."""
+    words = f"the activation of {type(module).__name__}"
+    try:
+        with torch.no_grad():
+            result = module._apply_gate(pairs)
+    except Exception as error:
+        raise UnsupportedError(f"{words} raises {type(error).__name__}: {error}") from error
+    if not isinstance(result, torch.Tensor) or result.numel() != len(pairs):
+        raise UnsupportedError(f"{words} does not make one number of gate and up")
+    return result.flatten().float().cpu()
 
 
 def _values(module: Any, names: tuple[str, ...]) -> list[Any]:

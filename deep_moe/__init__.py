@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .split.two_level import TwoLevelMoE
     from .split.two_level_low_latency import TwoLevelLowLatencyAllToAll
     from .split.two_level_throughput import TwoLevelAllToAll
+    from .training.frozen import frozen_weights
     from .training.functional import moe
     from .training.grouped_product import grouped_product
     from .training.layer import MoELayer
@@ -117,6 +118,7 @@ _MODULES = {
     "dequantize_nvfp4_tokens": "formats.nvfp4",
     "empty_weights_for_mega_moe": "weights.transform",
     "fp8_fp4_mega_moe": "fused.mega_moe",
+    "frozen_weights": "training.frozen",
     "get_symm_buffer_for_mega_moe": "fused.buffer",
     "grouped_experts": "split.grouped_experts",
     "grouped_experts_workspace_size": "split.grouped_experts",
@@ -184,6 +186,7 @@ __all__ = [
     "dequantize_nvfp4_tokens",
     "empty_weights_for_mega_moe",
     "fp8_fp4_mega_moe",
+    "frozen_weights",
     "get_symm_buffer_for_mega_moe",
     "grouped_experts",
     "grouped_experts_workspace_size",

@@ -9,6 +9,7 @@
     steps        what happens between products: plain_steps in PyTorch, kernel_steps in our kernels
     products     what PyTorch multiplies
     grouped_product  our own product of quantized rows and weights
+    frozen       a context in which passes quantize weights once, and kept_weights, what they share
     quantized    rows and weights as E4M3 with scales
     launching    one kernel, on a GPU or in the emulator
     ways         how tokens get to experts' rows and back, and on one rank

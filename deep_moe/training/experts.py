@@ -32,7 +32,9 @@ import torch
 
 from deep_moe.activations import GatedActivation
 
+from .kept_weights import quantized_once
 from .products import expert_sums, grouped_product, grouped_weight_gradient
+from .quantized import QuantizedWeights
 from .rows import Rows, aligned
 from .steps import Biases, Steps
 from .ways import Ways
@@ -209,15 +211,22 @@ class Experts:
     def _forward_product(
         self, inputs: torch.Tensor, weights: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
-        """Weights are rounded in every pass, and the rounded ones freed behind it: an optimizer
-        need not count a tensor's version up, so nothing cheap tells that weights are the same.
-        inputs: as the precision has them."""
+        """Weights are rounded in every pass, and the rounded ones freed behind it, but for those
+        that are frozen: an optimizer need not count a tensor's version up, so nothing cheap tells
+        that weights are the same. inputs: as the precision has them."""
+        if self.precision == "bf16":
+            return grouped_product(inputs, weights, rows.offs)
+        rounded = quantized_once(weights, (self.precision, type(self.steps)), self._rounded)
+        if self.precision == "fp8":
+            return self.steps.quantized_product(inputs, QuantizedWeights(*rounded), rows)
+        return grouped_product(inputs, *rounded, rows.offs)
+
+    def _rounded(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As the forward pass multiplies them."""
         if self.precision == "fp8":
             quantized = self.steps.quantize_weights(weights)
-            return self.steps.quantized_product(inputs, quantized, rows)
-        if self.precision == "mxfp8":
-            weights = self.steps.round_weights(weights.contiguous())
-        return grouped_product(inputs, weights, rows.offs)
+            return quantized.values, quantized.scales
+        return (self.steps.round_weights(weights.contiguous()),)
 
     def _bias_gradients(
         self,

@@ -82,10 +82,10 @@ def moe(
         precision: "bf16"; or "mxfp8": the forward pass multiplies what E4M3 with a UE8M0 scale per
             32 values along the sums holds of tokens, weights and the activation's output. The
             backward pass is that of "bf16": gradients pass through the rounding as if it were not
-            there. Weights are rounded in every forward pass; no rounded copy is kept. Or "fp8":
-            the same with a float32 scale per 128 values of tokens and of the activation's output,
-            and per 128 x 128 of weights. On SM90 our products multiply the E4M3 values themselves;
-            other GPUs, and `arch` of them, are refused.
+            there. Weights are rounded in every forward pass; a rounded copy is kept only within
+            `frozen_weights`. Or "fp8": the same with a float32 scale per 128 values of tokens and
+            of the activation's output, and per 128 x 128 of weights. On SM90 our products multiply
+            the E4M3 values themselves; other GPUs, and `arch` of them, are refused.
         recompute: keep nothing but x and the routing for the backward pass, and compute Linear1
             again. Otherwise its output is kept, too. No other activations are.
         activation: as in `fp8_fp4_mega_moe`.

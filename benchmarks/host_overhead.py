@@ -28,6 +28,7 @@ from unittest.mock import patch
 import torch
 
 import deep_moe
+from deep_moe.emulator.tensor_map import TensorMapSpec
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.call_plan import prepare_call
 from deep_moe.fused.gpu import Gpu, gpu_of
@@ -35,7 +36,6 @@ from deep_moe.heuristics import MoEShape
 from deep_moe.jit.cache import CompiledKernel
 from deep_moe.targets import Target
 from deep_moe.targets.sm90 import SM90A
-from deep_moe.tensor_map import TensorMapSpec
 from deep_moe.trial.synthetic import random_layer
 
 SHAPE = MoEShape(

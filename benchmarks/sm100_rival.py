@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from deep_moe.emulator import Chip, EntriesBySource, LaunchTime, Machine
+from deep_moe.emulator.tensor_map import DataType, Swizzle, TensorMapSpec
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.segments import align_up, ceil_div
 from deep_moe.jit.headers import find_headers
 from deep_moe.jit.nvrtc import compile_to_ptx
-from deep_moe.tensor_map import DataType, Swizzle, TensorMapSpec
 from deep_moe.trial.real_size import rank_tokens
 
 VERSION = "0.2.5"  # whose template parameters, signals and choices these are

@@ -1,5 +1,5 @@
-"""Every error type that deep_moe raises beside ValueError and TypeError. The emulator's derive from
-DeepMoEError too and are in emulator/errors.py."""
+"""Every error type that deep_moe raises beside ValueError and TypeError. What the emulator finds is
+an EmulatorError, which is no DeepMoEError: emulator/errors.py."""
 
 from __future__ import annotations
 

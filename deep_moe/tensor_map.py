@@ -1,306 +1,51 @@
-"""Tensor maps: one description, two encodings.
-
-`TensorMapSpec` has the parameters of cuTensorMapEncodeTiled and checks its rules, so that a bad map
-is an error that names the field, on every machine. `encode_cuda` asks the driver;
-`encode_emulated` packs the same parameters into an image that deep_moe.emulator reads.
-"""
+"""Tensor maps of PyTorch's tensors."""
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
+
+from deep_moe.emulator.tensor_map import DataType, Swizzle, TensorMapSpec
 
 if TYPE_CHECKING:
     import torch
 
-TENSOR_MAP_BYTES = 128
-EMULATED_MAGIC = 0x313050414D544D44  # "DMTMAP01"
 
-MAX_DIM = 2**32
-MAX_STRIDE = 2**40
-MAX_BOX = 256
+def map_of_rows(
+    tensor: torch.Tensor,
+    data_type: DataType,
+    *,
+    name: str,
+    box: tuple[int, int],
+    swizzle: Swizzle = Swizzle.NONE,
+) -> TensorMapSpec:
+    """A map of `tensor` as a matrix: its last dim is a row, all others together count rows.
 
-
-class DataType(IntEnum):
-    """CUtensorMapDataType."""
-
-    UINT8 = 0
-    UINT16 = 1
-    UINT32 = 2
-    INT32 = 3
-    UINT64 = 4
-    INT64 = 5
-    FLOAT16 = 6
-    FLOAT32 = 7
-    FLOAT64 = 8
-    BFLOAT16 = 9
-    FLOAT32_FTZ = 10
-    TFLOAT32 = 11
-    TFLOAT32_FTZ = 12
-    PACKED_16U4_ALIGN8B = 13
-    PACKED_16U4_ALIGN16B = 14
-    PACKED_16U6_ALIGN16B = 15
-
-    @property
-    def bits(self) -> int:
-        """Size of an element in global memory."""
-        return _ELEMENT_BITS[self]
-
-    @property
-    def is_floating(self) -> bool:
-        return DataType.FLOAT16 <= self <= DataType.TFLOAT32_FTZ
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether 16 elements become a 16-byte chunk of shared memory."""
-        return self in (DataType.PACKED_16U4_ALIGN16B, DataType.PACKED_16U6_ALIGN16B)
-
-
-_ELEMENT_BITS = {
-    DataType.UINT8: 8,
-    DataType.UINT16: 16,
-    DataType.UINT32: 32,
-    DataType.INT32: 32,
-    DataType.UINT64: 64,
-    DataType.INT64: 64,
-    DataType.FLOAT16: 16,
-    DataType.FLOAT32: 32,
-    DataType.FLOAT64: 64,
-    DataType.BFLOAT16: 16,
-    DataType.FLOAT32_FTZ: 32,
-    DataType.TFLOAT32: 32,
-    DataType.TFLOAT32_FTZ: 32,
-    DataType.PACKED_16U4_ALIGN8B: 4,
-    DataType.PACKED_16U4_ALIGN16B: 4,
-    DataType.PACKED_16U6_ALIGN16B: 6,
-}
-
-
-class Interleave(IntEnum):
-    """CUtensorMapInterleave, the value that is in use."""
-
-    NONE = 0
-
-
-class Swizzle(IntEnum):
-    """CUtensorMapSwizzle."""
-
-    NONE = 0
-    B32 = 1
-    B64 = 2
-    B128 = 3
-    B128_ATOM_32B = 4
-    B128_ATOM_32B_FLIP_8B = 5
-    B128_ATOM_64B = 6
-
-    @classmethod
-    def of_row_bytes(cls, num_bytes: int) -> Swizzle:
-        """The one that spans a row of 32, 64 or 128 bytes.
-
-        >>> Swizzle.of_row_bytes(64).name
-        'B64'
-        """
-        return {32: cls.B32, 64: cls.B64, 128: cls.B128}[num_bytes]
-
-    @property
-    def span_bytes(self) -> int | None:
-        """Widest row of a box, None without a limit."""
-        return {Swizzle.NONE: None, Swizzle.B32: 32, Swizzle.B64: 64}.get(self, 128)
-
-
-class OutOfBounds(IntEnum):
-    """CUtensorMapFloatOOBfill."""
-
-    ZEROS = 0
-    NAN = 1
-
-
-class L2Promotion(IntEnum):
-    """CUtensorMapL2promotion."""
-
-    NONE = 0
-    B64 = 1
-    B128 = 2
-    B256 = 3
-
-
-@dataclass(frozen=True)
-class TensorMapSpec:
-    """A tiled tensor map.
-
-    address: of element 0, in bytes. dims: elements, innermost first. strides: bytes, of dims 1 and
-    up, 0 or less than a row's bytes where rows share memory. box: elements copied at once.
-    element_strides: step within a box, all 1 by default.
+    Address and strides are the tensor's own. Its rows must be contiguous, and evenly spaced
+    over all dims. `name` stands for the tensor in an error.
     """
-
-    data_type: DataType
-    address: int
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: Swizzle = Swizzle.NONE
-    element_strides: tuple[int, ...] = ()
-    interleave: Interleave = Interleave.NONE
-    oob_fill: OutOfBounds = OutOfBounds.ZEROS
-    l2_promotion: L2Promotion = L2Promotion.B256
-
-    def __post_init__(self) -> None:
-        rank = len(self.dims)
-        if not self.element_strides:
-            object.__setattr__(self, "element_strides", (1,) * rank)
-        _require(1 <= rank <= 5, "dims", self.dims, "1 to 5 sizes")
-        for name, length in (("strides", rank - 1), ("box", rank), ("element_strides", rank)):
-            value = getattr(self, name)
-            _require(len(value) == length, name, value, f"{length} values for {rank} dims")
-        self._check_global()
-        self._check_box()
-        if self.oob_fill == OutOfBounds.NAN:
-            _require(
-                self.data_type.is_floating, "oob_fill", self.oob_fill, "ZEROS for this data_type"
-            )
-
-    def _check_global(self) -> None:
-        alignment = 32 if self.data_type.is_padded else 16
-        _require(
-            self.address % alignment == 0,
-            "address",
-            hex(self.address),
-            f"a multiple of {alignment} bytes",
+    if tensor.ndim < 2:
+        raise ValueError(f"{name} must have at least 2 dims; got shape {tuple(tensor.shape)}")
+    if tensor.stride(-1) != 1:
+        raise ValueError(
+            f"{name} must have contiguous rows (last stride 1); got strides {tensor.stride()}"
         )
-        for i, dim in enumerate(self.dims):
-            _require(1 <= dim <= MAX_DIM, f"dims[{i}]", dim, "1 to 2**32")
-        grain = 1
-        if self.data_type.is_padded:
-            grain = 128
-        elif self.data_type == DataType.PACKED_16U4_ALIGN8B:
-            grain = 2
-        _require(self.dims[0] % grain == 0, "dims[0]", self.dims[0], f"a multiple of {grain}")
-        for i, stride in enumerate(self.strides):
-            _require(
-                stride % alignment == 0 and 0 <= stride < MAX_STRIDE,
-                f"strides[{i}]",
-                stride,
-                f"a multiple of {alignment} bytes below 2**40",
-            )
-
-    def _check_box(self) -> None:
-        for i, size in enumerate(self.box):
-            _require(1 <= size <= MAX_BOX, f"box[{i}]", size, f"1 to {MAX_BOX}")
-        for i, step in enumerate(self.element_strides):
-            _require(1 <= step <= 8, f"element_strides[{i}]", step, "1 to 8")
-        row_bits = self.box[0] * self.data_type.bits
-        if self.data_type.is_padded:
-            _require(self.box[0] == 128, "box[0]", self.box[0], "128 for padded element types")
-            allowed = (Swizzle.NONE, Swizzle.B128, Swizzle.B128_ATOM_32B)
-            _require(
-                self.swizzle in allowed,
-                "swizzle",
-                self.swizzle.name,
-                "NONE, B128 or B128_ATOM_32B for padded element types",
-            )
-            return
-        _require(row_bits % 128 == 0, "box[0]", self.box[0], "a row of a multiple of 16 bytes")
-        span = self.swizzle.span_bytes
-        if span is not None:
-            _require(
-                row_bits // 8 <= span,
-                "box[0]",
-                self.box[0],
-                f"a row of at most {span} bytes with swizzle {self.swizzle.name}",
-            )
-
-    @classmethod
-    def of_rows(
-        cls,
-        tensor: torch.Tensor,
-        data_type: DataType,
-        *,
-        name: str,
-        box: tuple[int, int],
-        swizzle: Swizzle = Swizzle.NONE,
-    ) -> TensorMapSpec:
-        """A map of `tensor` as a matrix: its last dim is a row, all others together count rows.
-
-        Address and strides are the tensor's own. Its rows must be contiguous, and evenly spaced
-        over all dims. `name` stands for the tensor in an error.
-        """
-        if tensor.ndim < 2:
-            raise ValueError(f"{name} must have at least 2 dims; got shape {tuple(tensor.shape)}")
-        if tensor.stride(-1) != 1:
+    num_rows = tensor.shape[-2]
+    for dim in range(tensor.ndim - 3, -1, -1):
+        if tensor.stride(dim) != num_rows * tensor.stride(-2) and tensor.shape[dim] > 1:
             raise ValueError(
-                f"{name} must have contiguous rows (last stride 1); got strides {tensor.stride()}"
+                f"{name} must have evenly spaced rows; got shape {tuple(tensor.shape)} with "
+                f"strides {tensor.stride()}"
             )
-        num_rows = tensor.shape[-2]
-        for dim in range(tensor.ndim - 3, -1, -1):
-            if tensor.stride(dim) != num_rows * tensor.stride(-2) and tensor.shape[dim] > 1:
-                raise ValueError(
-                    f"{name} must have evenly spaced rows; got shape {tuple(tensor.shape)} with "
-                    f"strides {tensor.stride()}"
-                )
-            num_rows *= tensor.shape[dim]
-        row_bytes = tensor.shape[-1] * tensor.element_size()
-        try:
-            return cls(
-                data_type=data_type,
-                address=tensor.data_ptr(),
-                dims=(row_bytes * 8 // data_type.bits, num_rows),
-                strides=(tensor.stride(-2) * tensor.element_size(),),
-                box=box,
-                swizzle=swizzle,
-            )
-        except ValueError as error:
-            raise ValueError(f"{name} does not fit its tensor map: {error}") from None
-
-    def encode_emulated(self) -> bytes:
-        """The image that the emulator reads: 128 bytes, little endian."""
-        rank = len(self.dims)
-        image = struct.pack(
-            "<Q5B3x Q5Q4Q5H5B",
-            EMULATED_MAGIC,
-            self.data_type,
-            rank,
-            self.interleave,
-            self.swizzle,
-            self.oob_fill,
-            self.address,
-            *_padded(self.dims, 5),
-            *_padded(self.strides, 4),
-            *_padded(self.box, 5),
-            *_padded(self.element_strides, 5),
+        num_rows *= tensor.shape[dim]
+    row_bytes = tensor.shape[-1] * tensor.element_size()
+    try:
+        return TensorMapSpec(
+            data_type=data_type,
+            address=tensor.data_ptr(),
+            dims=(row_bytes * 8 // data_type.bits, num_rows),
+            strides=(tensor.stride(-2) * tensor.element_size(),),
+            box=box,
+            swizzle=swizzle,
         )
-        return image.ljust(TENSOR_MAP_BYTES, b"\0")
-
-    def encode_cuda(self) -> bytes:
-        """The driver's image for the current context."""
-        from cuda.bindings import driver
-
-        status, tensor_map = driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType(int(self.data_type)),
-            len(self.dims),
-            self.address,
-            [driver.cuuint64_t(dim) for dim in self.dims],
-            # A map of one dimension has no strides, but the driver refuses the null pointer that an
-            # empty list becomes.
-            [driver.cuuint64_t(stride) for stride in self.strides or (16,)],
-            [driver.cuuint32_t(size) for size in self.box],
-            [driver.cuuint32_t(step) for step in self.element_strides],
-            driver.CUtensorMapInterleave(int(self.interleave)),
-            driver.CUtensorMapSwizzle(int(self.swizzle)),
-            driver.CUtensorMapL2promotion(int(self.l2_promotion)),
-            driver.CUtensorMapFloatOOBfill(int(self.oob_fill)),
-        )
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise ValueError(f"the driver refused a tensor map ({status.name}): {self}")
-        words = [int(word) for word in tensor_map.opaque]
-        return struct.pack(f"<{len(words)}Q", *words)
-
-
-def _require(holds: bool, field: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"{field} must be {allowed}; got {value}")
-
-
-def _padded(values: tuple[int, ...], length: int) -> tuple[int, ...]:
-    return (*values, *(0,) * (length - len(values)))
+    except ValueError as error:
+        raise ValueError(f"{name} does not fit its tensor map: {error}") from None

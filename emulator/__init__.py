@@ -1,9 +1,14 @@
-"""Executes PTX on a CPU, warp by warp, and checks it while it runs. Knows nothing about MoE."""
+"""Executes PTX on a CPU, warp by warp, and checks it while it runs.
+
+The distribution `warpcheck` has this package by that name; deep_moe brings it along, as
+`deep_moe.emulator`.
+"""
 
 from . import chips, machine_code
 from .chips import Chip
 from .errors import (
     BarrierMisuse,
+    CompileError,
     Deadlock,
     DisassemblyError,
     EmulatorError,
@@ -13,6 +18,7 @@ from .errors import (
     LaunchError,
     MemoryLimit,
     Misaligned,
+    MissingPackageError,
     OutOfBounds,
     RaceDetected,
     Uninitialized,
@@ -28,11 +34,15 @@ from .machine import (
     Statistics,
     supported_instructions,
 )
+from .nvrtc import compile_to_ptx
 from .usage import GpuUsage, UnitUsage
+
+__version__ = "0.1.0"
 
 __all__ = [
     "BarrierMisuse",
     "Chip",
+    "CompileError",
     "Deadlock",
     "DisassemblyError",
     "EmulatorError",
@@ -48,6 +58,7 @@ __all__ = [
     "Machine",
     "MemoryLimit",
     "Misaligned",
+    "MissingPackageError",
     "Module",
     "NamedArray",
     "OutOfBounds",
@@ -58,6 +69,7 @@ __all__ = [
     "Unsupported",
     "WarpWait",
     "chips",
+    "compile_to_ptx",
     "machine_code",
     "supported_instructions",
 ]

@@ -1,5 +1,5 @@
-"""What the emulator raises. Texts name the instruction, its PTX and source line, rank, CTA, warp
-and lane."""
+"""What this package raises beside ValueError and TypeError. Of what a run found, texts name the
+instruction, its PTX and source line, rank, CTA, warp and lane."""
 
 # ruff: noqa: N818 (named after what went wrong)
 
@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deep_moe.errors import DeepMoEError
-
 if TYPE_CHECKING:
     from .findings import Finding
 
 
-class EmulatorError(DeepMoEError):
+class EmulatorError(RuntimeError):
     """Base of the errors below; raised itself for faults of the emulator.
 
     finding: the same as data, if it came from the emulator's library.
     """
 
     finding: Finding | None = None
+
+
+class CompileError(EmulatorError):
+    """NVRTC refused a source. The text holds the compiler's log."""
+
+
+class MissingPackageError(EmulatorError):
+    """A package that is needed is not installed; the text says how to get it."""
 
 
 class DisassemblyError(EmulatorError):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-LIBRARY_NAME = "libdeep_moe_emulator.so"
+LIBRARY_NAME = "libwarpcheck.so"
 SOURCES = Path(__file__).parent / "src"
 EXPORTED_NAMES = SOURCES / "exported_names.map"
 # The stand-in for CUDA's driver, over this library; it lies in a folder beside it.

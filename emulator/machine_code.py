@@ -24,7 +24,7 @@ from pathlib import Path
 from .chips import Chip
 from .errors import DisassemblyError
 
-DISASSEMBLER_VARIABLE = "DEEP_MOE_NVDISASM"
+DISASSEMBLER_VARIABLE = "WARPCHECK_NVDISASM"
 
 
 @lru_cache(maxsize=1)
@@ -41,8 +41,8 @@ def _in_packages() -> str | None:
 
 
 def find_disassembler() -> str | None:
-    """nvdisasm, by its path: what DEEP_MOE_NVDISASM names, else that of the Python package
-    `nvidia-cuda-nvdisasm`, else that in PATH. None if there is none, or DEEP_MOE_NVDISASM is empty.
+    """nvdisasm, by its path: what WARPCHECK_NVDISASM names, else that of the Python package
+    `nvidia-cuda-nvdisasm`, else that in PATH. None if there is none, or the variable is empty.
     """
     named = os.environ.get(DISASSEMBLER_VARIABLE)
     if named is not None:

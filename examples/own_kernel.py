@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from deep_moe import jit
-from deep_moe.emulator import EmulatorError, Machine
-from deep_moe.tensor_map import DataType, TensorMapSpec
+from deep_moe.emulator import EmulatorError, Machine, compile_to_ptx
+from deep_moe.emulator.tensor_map import DataType, TensorMapSpec
 
 TILE = 32
 WAIT = """
@@ -52,7 +51,7 @@ def transpose(matrix: np.ndarray, source: str, seed: int) -> np.ndarray:
     machine = Machine(seed=seed)
     machine.add_array(matrix, "matrix", writable=False)
     machine.add_array(result, "result")
-    module = machine.load(jit.compile_to_ptx(source, arch="sm_90a"))
+    module = machine.load(compile_to_ptx(source, arch="sm_90a"))
     tiles = TensorMapSpec(
         DataType.FLOAT32,
         address=matrix.ctypes.data,

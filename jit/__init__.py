@@ -31,11 +31,12 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from deep_moe.emulator.nvrtc import options_with
 from deep_moe.targets import target_of
 
 from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache, make_key
 from .headers import find_headers
-from .nvrtc import compile_source, compile_to_ptx, compiler_version, options_with
+from .nvrtc import compile_source, compile_to_ptx, compiler_version
 from .render import (
     KERNEL_NAME,
     PREPARE_INPUTS_NAME,

@@ -5,6 +5,7 @@ Imports inside of functions count. What only type checkers import does not: noth
 """
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +20,12 @@ FOLDERS = {
 }
 # From below. A module belongs to the longest name that it begins with.
 ROOMS = (
-    # Nothing of ours, or each other. The package itself finds its names when they are asked for.
+    # A distribution of its own.
+    ("emulator",),
+    # Nothing else of ours, or each other. The package finds its own names when they are asked for.
     ("errors", "lazy", "source_checkout", "tensor_memory", "tensor_map", "axes", "devices"),
     # Numbers; what formats and activations are called, and the values of the axes below targets.
-    ("formats", "tokens", "activations", "emulator", "weights"),
+    ("formats", "tokens", "activations", "weights"),
     ("heuristics",),
     # Weights in their folders know shapes, and what targets do with them.
     ("weights.", "biases", "targets"),
@@ -98,6 +101,26 @@ def test_imports_point_down(room: str) -> None:
         if rank(other) > rank(name)
     }
     assert up == set()
+
+
+def test_the_emulator_needs_its_own_packages_and_nothing_of_ours() -> None:
+    """Not even for types. It is installed without deep_moe, too: emulator/pyproject.toml."""
+    optional = {"cuda", "pytest"}
+    allowed = sys.stdlib_module_names | {"numpy", "typer"} | optional
+    folder = ROOT / "emulator"
+    others = set()
+    for path in folder.rglob("*.py"):
+        if path == folder / "setup.py":
+            continue
+        depth = len(path.relative_to(folder).parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                others |= {alias.name.partition(".")[0] for alias in node.names} - allowed
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                others |= {str(node.module).partition(".")[0]} - allowed
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level <= depth, f"{path} imports from above the emulator"
+    assert others == set()
 
 
 def test_no_module_imports_itself_by_any_way() -> None:

@@ -117,6 +117,8 @@ def _refusal(error: Exception) -> str | None:
         or "can't allocate memory" in str(error)
     ):
         return f"not enough memory: {str(error).splitlines()[0] if str(error) else 'no details'}"
-    if isinstance(error, (DeepMoEError, ValueError, OSError)):
+    from deep_moe.emulator import EmulatorError
+
+    if isinstance(error, (DeepMoEError, EmulatorError, ValueError, OSError)):
         return str(error)
     return None

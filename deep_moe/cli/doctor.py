@@ -164,7 +164,7 @@ def _driver() -> Finding:
     supported = driver_cuda_version()
     if supported is None:
         return Finding("driver", "absent", "no NVIDIA driver; calls run in the emulator")
-    from deep_moe.jit.nvrtc import nvrtc_version
+    from deep_moe.emulator.nvrtc import nvrtc_version
 
     major, minor = nvrtc_version()
     release = MIN_DRIVER_OF_CUDA.get(major)

@@ -9,10 +9,10 @@ from functools import cache, lru_cache
 
 import torch
 
+from deep_moe.emulator.tensor_map import TensorMapSpec
 from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.launch import CudaLauncher, current_context, primary_context
 from deep_moe.targets import Target, target_of_device
-from deep_moe.tensor_map import TensorMapSpec
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from deep_moe.emulator.tensor_map import DataType
 from deep_moe.formats.sizes import SCALE_GROUP
-from deep_moe.tensor_map import DataType
 from deep_moe.tokens import TokenFormat, token_format
 from deep_moe.weights import (
     DEFAULT_WEIGHTS,
@@ -27,12 +27,12 @@ from deep_moe.weights import (
 if TYPE_CHECKING:
     import torch
 
+    from deep_moe.emulator.tensor_map import TensorMapSpec
     from deep_moe.errors import RequantizationWarning
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.links import ChipRates
     from deep_moe.heuristics.segments import Layout
     from deep_moe.heuristics.shape import MoEShape
-    from deep_moe.tensor_map import TensorMapSpec
     from deep_moe.weights.layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights
 
     from .config import MegaMoEConfig
@@ -128,7 +128,7 @@ class Target(ABC):
     kernel: namespace of the kernel in the header library, and the beginning of its file's name.
     config: what such a kernel is built from.
     foreign_headers: what it includes of other libraries that takes long to parse, so that kernels
-    of one process share it (jit/precompiled_headers.py).
+    of one process share it (emulator/precompiled_headers.py).
     cluster_size: CTAs of the smallest cluster. smem_capacity: bytes of shared memory that a CTA may
     ask for.
     rates: what such a chip computes and moves.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from deep_moe.emulator.tensor_map import DataType, Swizzle, TensorMapSpec
 from deep_moe.fused.checks import check_contiguous, check_start, require_type
 from deep_moe.fused.gpu import Gpu, gpu_of
 from deep_moe.heuristics.products import COLUMN_ALIGNMENT, K_GROUP, GroupedProductConfig
@@ -11,7 +12,6 @@ from deep_moe.heuristics.training import MAX_EXPERTS
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import GroupedProductArgs, TensorMap
 from deep_moe.targets import products_target, target_of
-from deep_moe.tensor_map import DataType, Swizzle, TensorMapSpec
 from deep_moe.tensor_memory import check_dense, check_memory, refuse_shared_memory
 
 from .launching import launch

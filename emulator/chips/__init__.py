@@ -1,6 +1,6 @@
 """What the emulator's clock knows of each chip: one file per chip, and what its numbers mean.
 
-    from deep_moe.emulator import Machine, chips
+    from warpcheck import Machine, chips
 
     machine = Machine(clock="h100")
     slower = chips.load("h100").replace(hbm_gb_per_s=2000)

@@ -1,10 +1,9 @@
 """Unmodified CUDA programs on a machine without a GPU, checked while they run.
 
 A stand-in for CUDA's driver and runtime (`src/`) gives a program emulated GPUs. `run_program` runs
-a program under it and gathers what the checks found; `warpcheck`, and `deep-moe check`, are the
-command:
+a program under it and gathers what the checks found; `warpcheck` is the command:
 
-    from deep_moe.emulator.cuda import GpuOptions, run_program
+    from warpcheck.cuda import GpuOptions, run_program
 
     run = run_program(["./saxpy"], GpuOptions(chip="h100", seed=1))
     for cause in run.causes:

@@ -1,25 +1,19 @@
-"""The command `warpcheck`, which is also `deep-moe check`."""
+"""The command `warpcheck`."""
 
 from __future__ import annotations
 
 import json
 import sys
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from deep_moe.errors import DeepMoEError
-
+from .. import __version__
+from ..errors import EmulatorError
 from ..machine import SCHEDULES
-from .causes import (
-    Cause,
-    Suppression,
-    read_suppressions,
-    split_suppressed,
-)
+from .causes import Cause, Suppression, read_suppressions, split_suppressed
 from .launch_files import run_launch_file
 from .options import CHIP_NAMES, MAX_DEVICES, MAX_SMS, GpuOptions
 from .programs import ProgramRun, merge_runs, run_program
@@ -146,7 +140,7 @@ def check(
     if json_file:
         json_file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     if sarif:
-        log = sarif_log(reported, metadata.version("deep-moe"))
+        log = sarif_log(reported, __version__)
         sarif.write_text(json.dumps(log, indent=2) + "\n", encoding="utf-8")
     if as_json:
         print(json.dumps(document, indent=2))
@@ -222,7 +216,7 @@ def main(words: list[str] | None = None, name: str = "warpcheck") -> None:
     app.command(context_settings=CONTEXT_SETTINGS)(check)
     try:
         status = app(words, prog_name=name, standalone_mode=False)
-    except (DeepMoEError, ValueError, OSError) as error:
+    except (EmulatorError, ValueError, OSError) as error:
         print(f"warpcheck: {error}", file=sys.stderr)
         status = NOT_STARTED
     except _UsageError as error:

@@ -127,8 +127,8 @@ def prepared_environment(options: GpuOptions) -> Iterator[tuple[Path, dict[str, 
             {
                 "LD_PRELOAD": before("LD_PRELOAD", str(library), " "),
                 "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", str(links), ":"),
-                "DEEP_MOE_STAND_IN": options.as_variable(),
-                "DEEP_MOE_STAND_IN_REPORT": str(folder),
+                "WARPCHECK_OPTIONS": options.as_variable(),
+                "WARPCHECK_REPORT": str(folder),
             },
         )
 

@@ -54,8 +54,7 @@ struct TensorMap {
         if (u64(0) != image_magic) {
             fail(FaultKind::invalid_operation,
                  "the operand is no tensor map of the emulator (it starts with 0x%016llx, not with "
-                 "\"DMTMAP01\"): deep_moe.tensor_map.TensorMapSpec(...).encode_emulated() makes "
-                 "one",
+                 "\"DMTMAP01\"): TensorMapSpec(...).encode_emulated() makes one",
                  static_cast<unsigned long long>(u64(0)));
         }
         TensorMap map;

@@ -99,7 +99,7 @@ def test_the_driver_must_be_of_the_compiler_s_cuda(
     supported: tuple[int, int] | None, state: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(driver, "driver_cuda_version", lambda: supported)
-    monkeypatch.setattr("deep_moe.jit.nvrtc.nvrtc_version", lambda: (13, 1))
+    monkeypatch.setattr("deep_moe.emulator.nvrtc.nvrtc_version", lambda: (13, 1))
     finding = _guarded(doctor._driver)
     assert finding.state == state
     if supported is not None:

@@ -77,7 +77,7 @@ def test_each_phase_has_what_bounds_it(tmp_path: Path):
 
 
 def test_machine_code_needs_nvdisasm(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("DEEP_MOE_NVDISASM", "")
+    monkeypatch.setenv("WARPCHECK_NVDISASM", "")
     result = invoke("time", *SMALL, "--tokens", "4", "--num-sms", "4", "--machine-code")
     assert result.exit_code == 2
     assert "nvidia-cuda-nvdisasm" in result.output
@@ -92,7 +92,7 @@ def test_the_call_is_told_to_read_machine_code(monkeypatch: pytest.MonkeyPatch):
 
     simulate_call = simulated.simulate_call
     monkeypatch.setattr(simulated, "simulate_call", simulate)
-    monkeypatch.setenv("DEEP_MOE_NVDISASM", "named")
+    monkeypatch.setenv("WARPCHECK_NVDISASM", "named")
     words = ["time", *SMALL, "--tokens", "4", "--num-sms", "4", "--no-phases", "--json"]
     for more in ([], ["--machine-code"]):
         result = invoke(*words, *more)

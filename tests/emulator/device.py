@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from deep_moe.emulator import Finding, Machine
+from deep_moe.emulator import Finding, Machine, compile_to_ptx
 from deep_moe.emulator.machine import Schedule
 from deep_moe.jit.headers import find_headers
-from deep_moe.jit.nvrtc import compile_to_ptx
 
 PRELUDE = """
 typedef unsigned char u8;

@@ -12,7 +12,7 @@ from deep_moe.emulator import (
     Misaligned,
     RaceDetected,
 )
-from deep_moe.tensor_map import DataType, TensorMapSpec
+from deep_moe.emulator.tensor_map import DataType, TensorMapSpec
 
 from .device import aligned, run_kernel
 from .tensor_images import tensor_map

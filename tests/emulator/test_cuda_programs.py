@@ -8,9 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from deep_moe.emulator import Machine, RaceDetected
+from deep_moe.emulator import Machine, RaceDetected, compile_to_ptx
 from deep_moe.jit.headers import find_headers
-from deep_moe.jit.nvrtc import compile_to_ptx
 
 from .device import aligned, run_kernel
 from .tensor_images import tensor_map

@@ -244,7 +244,7 @@ KERNEL()() {
         "kernel kernel, rank 0, CTA 0, warp 0 waits for barrier 3 (32 of 64 threads have arrived)",
         "and so do rank 0, CTA 1, warp 0",
         "kernel kernel, rank 0, CTA 0, warp 1 waits for barrier 4 (32 of 64 threads have arrived)",
-        "source /deep_moe/kernel.cu:",
+        "source /kernel.cu:",
         "barrier.cta.sync.aligned 3, 64;",
     ):
         assert line in text

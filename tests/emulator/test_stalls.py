@@ -60,8 +60,8 @@ def test_a_deadlock_tells_what_each_role_waits_for() -> None:
         "CTA 0, math warp 0 (warp 1) waits for mbarrier full_barriers[0] (shared offset 0x440): "
         "parity 0; it is in phase 0, 1 of 2 arrivals, 32 bytes still to come" in text
     )
-    assert "96 bytes expected by CTA 0, loader (warp 0) at /deep_moe/kernel.cu:" in text
-    assert "64 bytes brought for CTA 0, loader (warp 0) at /deep_moe/kernel.cu:" in text
+    assert "96 bytes expected by CTA 0, loader (warp 0) at /kernel.cu:" in text
+    assert "64 bytes brought for CTA 0, loader (warp 0) at /kernel.cu:" in text
     assert "1 arrived: CTA 0, loader (warp 0)" in text
     assert "CTA 0, math warp 1 (warp 2) waits for barrier 3 " not in text  # two warps make 64
     assert "and so do rank 0, CTA 1, loader (warp 0)" in text

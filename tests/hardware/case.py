@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deep_moe.tensor_map import DataType, OutOfBounds, Swizzle, TensorMapSpec
+from deep_moe.emulator.tensor_map import DataType, OutOfBounds, Swizzle, TensorMapSpec
 
 HEADER = ".version 9.0\n.target sm_90a\n.address_size 64\n"
 REGISTERS = (

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from deep_moe import jit
+from deep_moe.emulator import nvrtc
 from deep_moe.heuristics import MoEShape
-from deep_moe.jit import headers, nvrtc, render
+from deep_moe.jit import headers, render
 from deep_moe.jit.cache import KernelCache
 from deep_moe.jit.headers import find_library
+from deep_moe.jit.nvrtc import compiler_version
 from deep_moe.targets import choose_config
 
 SHAPE = MoEShape(1, 4, 2, 256, 128, 16)
@@ -114,7 +116,7 @@ def test_the_compiler_is_given_the_options_of_the_key(
 def test_the_compiler_s_version_is_in_the_key(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     before = keys.of_source()
     monkeypatch.setattr("importlib.metadata.version", lambda package: "13.99.1")
-    assert "13.99.1" in nvrtc.compiler_version()
+    assert "13.99.1" in compiler_version()
     assert keys.of_source() != before
 
 

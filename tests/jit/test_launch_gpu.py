@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from deep_moe import jit
+from deep_moe.emulator.tensor_map import DataType, Swizzle
 from deep_moe.jit.cpp_structs import CppStruct, member_names
 from deep_moe.jit.kernel_args import TensorMap, WaitStatus, kernel_args
 from deep_moe.jit.launch import CudaLauncher
-from deep_moe.tensor_map import DataType, Swizzle, TensorMapSpec
+from deep_moe.tensor_map import map_of_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -167,14 +168,12 @@ def test_a_captured_launch_replays() -> None:
 
 def test_the_driver_encodes_what_the_spec_allows() -> None:
     tensor = torch.zeros(64, 1024, dtype=torch.uint8, device="cuda")
-    spec = TensorMapSpec.of_rows(
-        tensor, DataType.UINT8, name="tensor", box=(128, 32), swizzle=Swizzle.B128
-    )
+    spec = map_of_rows(tensor, DataType.UINT8, name="tensor", box=(128, 32), swizzle=Swizzle.B128)
     image = spec.encode_cuda()
     assert len(image) == 128
     assert image != bytes(128)
     scales = torch.zeros(8, 512, dtype=torch.int32, device="cuda")
-    other = TensorMapSpec.of_rows(scales, DataType.INT32, name="scales", box=(256, 1))
+    other = map_of_rows(scales, DataType.INT32, name="scales", box=(256, 1))
     assert other.encode_cuda() != image
 
 
@@ -182,7 +181,7 @@ def test_what_the_driver_refuses_is_an_error() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("only Hopper's driver refuses packed FP4")
     tensor = torch.zeros(64, 1024, dtype=torch.uint8, device="cuda")
-    spec = TensorMapSpec.of_rows(
+    spec = map_of_rows(
         tensor, DataType.PACKED_16U4_ALIGN16B, name="tensor", box=(128, 32), swizzle=Swizzle.B128
     )
     with pytest.raises(ValueError, match="driver refused a tensor map"):

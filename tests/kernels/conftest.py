@@ -17,16 +17,16 @@ import pytest
 
 from deep_moe import jit
 from deep_moe.activations import Activation
+from deep_moe.emulator.precompiled_headers import HEADER_STOP
 from deep_moe.heuristics import MoEShape
 from deep_moe.jit.cpp_structs import CppStruct, struct
 from deep_moe.jit.kernel_args import TensorMap, WaitStatus
-from deep_moe.jit.precompiled_headers import HEADER_STOP
 from deep_moe.targets import MegaMoEConfig, choose_config
 
 if TYPE_CHECKING:
     from deep_moe.emulator import Machine
     from deep_moe.emulator.machine import Module, Schedule
-    from deep_moe.tensor_map import TensorMapSpec
+    from deep_moe.emulator.tensor_map import TensorMapSpec
 
 DTYPES = {
     "u8": np.uint8,

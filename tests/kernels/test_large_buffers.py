@@ -10,6 +10,7 @@ import pytest
 
 from deep_moe import jit
 from deep_moe.emulator import Machine
+from deep_moe.emulator.precompiled_headers import HEADER_STOP
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.low_latency import (
     LowLatencyConfig,
@@ -22,7 +23,6 @@ from deep_moe.heuristics.throughput import (
     ThroughputShape,
     throughput_buffer_layout,
 )
-from deep_moe.jit.precompiled_headers import HEADER_STOP
 from deep_moe.jit.render import render_low_latency, render_throughput
 from deep_moe.targets import choose_config
 

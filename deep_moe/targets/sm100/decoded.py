@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deep_moe.emulator.tensor_map import DataType
 from deep_moe.heuristics.sm100 import BLOCK_N
-from deep_moe.tensor_map import DataType, TensorMapSpec
+from deep_moe.tensor_map import map_of_rows
 from deep_moe.weights import folder_module
 
 from ..target import Operands
@@ -179,7 +180,7 @@ class Sm100DecodedWeights(Sm100Weights):
         row = MAP_ROW_BYTES // 4
         maps = sm100_tensor_maps(config, buffer_address, 1)
         for name, weight in (("l1_weights", l1[0]), ("l2_weights", l2[0])):
-            maps[name] = TensorMapSpec.of_rows(
+            maps[name] = map_of_rows(
                 weight.view(torch.int32).unflatten(-1, (-1, row)),
                 self.data_type,
                 name=f"{name}[0]",

@@ -7,7 +7,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
-from deep_moe.tensor_map import DataType, Swizzle, TensorMapSpec
+from deep_moe.emulator.tensor_map import DataType, Swizzle, TensorMapSpec
+from deep_moe.tensor_map import map_of_rows
 
 from ..target import Operands, TargetWeights, token_data_type
 from .config import Sm100Config
@@ -65,9 +66,7 @@ class Sm100Weights(TargetWeights):
         box = (config.block_k // self.values_per_element, config.block_n)
 
         def weights(name: str, weight: torch.Tensor) -> TensorMapSpec:
-            return TensorMapSpec.of_rows(
-                weight, self.data_type, name=name, box=box, swizzle=Swizzle.B128
-            )
+            return map_of_rows(weight, self.data_type, name=name, box=box, swizzle=Swizzle.B128)
 
         maps = sm100_tensor_maps(config, buffer_address, self.values_per_element)
         maps["l1_weights"] = weights("l1_weights[0]", l1[0])
@@ -93,7 +92,7 @@ class Sm100Weights(TargetWeights):
 def weight_scales(config: Sm100Config, name: str, sf: torch.Tensor) -> TensorMapSpec:
     """A map of a layer's scale words."""
     box = (config.block_n, config.tokens.num_scale_words(config.block_k))
-    return TensorMapSpec.of_rows(sf, DataType.INT32, name=name, box=box)
+    return map_of_rows(sf, DataType.INT32, name=name, box=box)
 
 
 def sm100_tensor_maps(

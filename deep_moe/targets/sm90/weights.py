@@ -7,9 +7,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from deep_moe.emulator.tensor_map import Swizzle, TensorMapSpec
 from deep_moe.heuristics.segments import ceil_div
 from deep_moe.heuristics.sm90 import BLOCK_N
-from deep_moe.tensor_map import Swizzle, TensorMapSpec
 
 from ..target import Operands, TargetWeights, token_data_type
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deep_moe.emulator.tensor_map import DataType
 from deep_moe.targets.sm100.weights import Sm100Weights
-from deep_moe.tensor_map import DataType
 
 if TYPE_CHECKING:
     import torch

@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from deep_moe.emulator.tensor_map import DataType
 from deep_moe.formats.sizes import WHOLE_ROW
 from deep_moe.targets.sm100.weights import Sm100Weights
-from deep_moe.tensor_map import DataType
 
 from .on_target import Fp8OnTarget
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deep_moe.emulator.tensor_map import DataType
 from deep_moe.targets.sm100.decoded import Sm100DecodedWeights, decoded_block_bytes
 from deep_moe.targets.sm100.weights import Sm100Weights
-from deep_moe.tensor_map import DataType
 
 if TYPE_CHECKING:
     import torch

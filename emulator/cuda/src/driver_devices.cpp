@@ -96,7 +96,7 @@ DRIVER_CALL(cuDeviceGetAttribute, (int* value, int attribute, Device device)) {
 DRIVER_CALL(cuDeviceGetUuid_v2, (Uuid * uuid, Device device)) {
     return guarded("cuDeviceGetUuid", [&](StandIn& s) {
         s.check_device(device);
-        std::memcpy(out(uuid).bytes, "deep_moe emu\0\0\0", 16);
+        std::memcpy(out(uuid).bytes, "warpcheck\0\0\0\0\0\0", 16);
         uuid->bytes[15] = static_cast<unsigned char>(device);
     });
 }

@@ -254,7 +254,7 @@ void describe(const StandIn& s, Device device, Properties& p) {
     };
     p = {};
     std::strncpy(p.name, s.chip().title, sizeof p.name - 1);
-    std::memcpy(p.uuid.bytes, "deep_moe emu\0\0\0", 16);
+    std::memcpy(p.uuid.bytes, "warpcheck\0\0\0\0\0\0", 16);
     p.uuid.bytes[15] = static_cast<unsigned char>(device);
     p.global_bytes = s.memory_bytes;
     p.shared_per_block = size_t(of(8));

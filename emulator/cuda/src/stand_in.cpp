@@ -35,7 +35,7 @@ uint64_t host_bytes() {
 
 Options read_options() {
     Options o;
-    const char* text = std::getenv("DEEP_MOE_STAND_IN");
+    const char* text = std::getenv("WARPCHECK_OPTIONS");
     std::string rest = text ? text : "";
     while (!rest.empty()) {
         const size_t end = std::min(rest.find(','), rest.size());
@@ -49,7 +49,7 @@ Options read_options() {
             const auto* found = std::find_if(std::begin(chips), std::end(chips),
                                              [&](const ChipFacts& c) { return value == c.name; });
             if (found == std::end(chips))
-                tell("DEEP_MOE_STAND_IN: there is no chip " + value);
+                tell("WARPCHECK_OPTIONS: there is no chip " + value);
             else
                 o.chip = found;
         } else if (name == "devices") {
@@ -67,11 +67,11 @@ Options read_options() {
         } else if (name == "strict_tcgen05") {
             o.strict_tcgen05 = number != 0;
         } else if (!name.empty()) {
-            tell("DEEP_MOE_STAND_IN: there is no option " + name);
+            tell("WARPCHECK_OPTIONS: there is no option " + name);
         }
     }
     // A path may hold anything, so it has a variable of its own.
-    if (const char* report = std::getenv("DEEP_MOE_STAND_IN_REPORT"))
+    if (const char* report = std::getenv("WARPCHECK_REPORT"))
         o.report = std::string(report) + "/" + std::to_string(getpid()) + ".jsonl";
     return o;
 }
@@ -151,7 +151,7 @@ std::string quoted(const std::string& text) {
 }
 
 void tell(const std::string& text) {
-    std::fprintf(stderr, "deep_moe: %s\n", text.c_str());
+    std::fprintf(stderr, "warpcheck: %s\n", text.c_str());
 }
 
 double now_seconds() {

@@ -21,7 +21,7 @@
 
 namespace deep_moe::cuda {
 
-// From the variable DEEP_MOE_STAND_IN, "name=value" divided by commas.
+// From the variable WARPCHECK_OPTIONS, "name=value" divided by commas.
 struct Options {
     const ChipFacts* chip = &chips[0];
     int num_devices = 1, num_sms = 0;

@@ -9,8 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from deep_moe.emulator import compile_to_ptx
 from deep_moe.jit.headers import find_headers
-from deep_moe.jit.nvrtc import compile_to_ptx
 
 PROGRAMS = Path(__file__).parent / "programs"
 BUILDS = Path(__file__).parents[3] / "build" / "stand-in-programs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from deep_moe.tensor_map import DataType, OutOfBounds, Swizzle
+from deep_moe.emulator.tensor_map import DataType, OutOfBounds, Swizzle
 
 from ..case import Family, TensorMap
 from ..values import Source, operands

@@ -83,7 +83,7 @@ class PrecompiledHeaders:
     def _make(self, key: tuple[str, ...], options: Sequence[str], run: Run[_Outcome]) -> _Outcome:
         made: _State | BinaryIO = _State.SEEN  # what the source itself may be at fault for
         try:
-            with tempfile.TemporaryDirectory(prefix="deep_moe-") as folder:
+            with tempfile.TemporaryDirectory(prefix="precompiled-") as folder:
                 if shutil.disk_usage(folder).free >= MIN_FREE_BYTES:
                     path = Path(folder, "headers.pch")
                     outcome = run([*options, f"--create-pch={path}"])

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from deep_moe.errors import CompileError
-from deep_moe.jit import compile_to_ptx, find_headers, nvrtc, render_kernel
-from deep_moe.jit.precompiled_headers import (
+from deep_moe.emulator import CompileError, compile_to_ptx, nvrtc
+from deep_moe.emulator.precompiled_headers import (
     HEADER_STOP,
     MIN_FREE_BYTES,
     PrecompiledHeaders,
 )
+from deep_moe.jit import find_headers, render_kernel
 from tests.kernels.conftest import small_config
 
 OPTIONS = ("--gpu-architecture=sm_100a", "-Ia")

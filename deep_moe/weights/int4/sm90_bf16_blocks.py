@@ -5,7 +5,7 @@ A product's word of a lane has the codes of both its rows as nibbles. With v = 0
 or second of two neighbours along k, and c = 0 or 1 for the first or second two of them, codes lie
 as [v][c][h] from the highest bits: whatever shift by 4*(2*c + h) brings both of two neighbours to
 where BF16 numbers from 128 to 143 have them
-(include/deep_moe/weights/int4/sm90_bf16_decode.cuh).
+(include/deep_moe/weights/int4/sm90.cuh).
 
 A multiplier is the BF16 scale of a group of 32. Scales of 128 values are repeated. Rows have a
 factor of 1.

@@ -7,6 +7,7 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/layout/rank_views.cuh"
 #include "deep_moe/split/low_latency_args.cuh"
 
 namespace deep_moe {
@@ -120,26 +121,8 @@ class LowLatencyBuffer {
     uint64_t base_;
 };
 
-// The buffers of all ranks.
 template <class Config>
-class LowLatencyRanks {
-    static_assert(Config::num_ranks >= 1 && Config::num_ranks <= max_num_ranks);
-    static_assert(Config::num_experts == Config::num_ranks * Config::num_experts_per_rank,
-                  "experts are spread evenly over the ranks");
-
- public:
-    // Keeps a reference: `args` is the kernel's __grid_constant__ parameter.
-    __device__ explicit LowLatencyRanks(const LowLatencyArgs& args) : args_(args) {}
-
-    __device__ uint32_t rank_idx() const { return args_.rank_idx; }
-    __device__ LowLatencyBuffer<Config> local() const { return of(args_.rank_idx); }
-    __device__ LowLatencyBuffer<Config> of(uint32_t rank_idx) const {
-        return LowLatencyBuffer<Config>(args_.rank_buffers[rank_idx]);
-    }
-
- private:
-    const LowLatencyArgs& args_;
-};
+using LowLatencyRanks = RankViews<Config, LowLatencyBuffer<Config>, LowLatencyArgs>;
 
 // A count as it travels: never zero.
 struct EncodedCount {

@@ -8,6 +8,7 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/layout/rank_views.cuh"
 #include "deep_moe/split/throughput_args.cuh"
 
 namespace deep_moe {
@@ -98,26 +99,8 @@ class ThroughputBuffer {
     uint64_t base_;
 };
 
-// The buffers of all ranks.
 template <class Config>
-class ThroughputRanks {
-    static_assert(Config::num_ranks >= 1 && Config::num_ranks <= max_num_ranks);
-    static_assert(Config::num_experts == Config::num_ranks * Config::num_experts_per_rank,
-                  "experts are spread evenly over the ranks");
-
- public:
-    // Keeps a reference: `args` is the kernel's __grid_constant__ parameter.
-    __device__ explicit ThroughputRanks(const ThroughputArgs& args) : args_(args) {}
-
-    __device__ uint32_t rank_idx() const { return args_.rank_idx; }
-    __device__ ThroughputBuffer<Config> local() const { return of(args_.rank_idx); }
-    __device__ ThroughputBuffer<Config> of(uint32_t rank_idx) const {
-        return ThroughputBuffer<Config>(args_.rank_buffers[rank_idx]);
-    }
-
- private:
-    const ThroughputArgs& args_;
-};
+using ThroughputRanks = RankViews<Config, ThroughputBuffer<Config>, ThroughputArgs>;
 
 // Every rank takes part.
 struct AllRanks {

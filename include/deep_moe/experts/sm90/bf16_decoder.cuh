@@ -34,6 +34,11 @@ struct Bf16DecoderBase {
         return part + value_bytes + thread_idx / 4 * thread_multiplier_bytes;
     }
 
+    // Of a unit of four products, a word each: the i-th, which the compiler has to know.
+    static __device__ __forceinline__ uint32_t word_of(const uint4& packed, uint32_t i) {
+        return i == 0 ? packed.x : i == 1 ? packed.y : i == 2 ? packed.z : packed.w;
+    }
+
     template <uint32_t num_accumulators>
     static __device__ __forceinline__ void multiply(float (&accumulators)[num_accumulators],
                                                     const Fragment& fragment, uint64_t tokens) {
@@ -72,6 +77,26 @@ struct PowersOfTwo {
             }
         }
         return tables;
+    }
+};
+
+// Multipliers of any other kind, two words for the two rows of a row half.
+struct MultiplierWords {
+    struct Tables {
+        uint32_t words[2];
+    };
+    struct Shifts {
+        Tables row_halves[2];
+    };
+
+    static __device__ __forceinline__ Shifts load_words(uint32_t address) {
+        const uint4 words = ptx::ld_shared_v4(address);
+        return {{{{words.x, words.y}}, {{words.z, words.w}}}};
+    }
+
+    template <uint32_t row_half>
+    static __device__ __forceinline__ Tables tables(const Shifts& shifts) {
+        return shifts.row_halves[row_half];
     }
 };
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from deep_moe.weights.layers import MegaMoEWeights
 
 from .buffer import SymmBuffer
 from .checks import STATISTICS, Biases, check_biases_given, check_weights, named_as, require_type
+from .closing import Closing
 from .emulated_call import finish_emulated, prepare_launch, require_memory
 from .mega_moe import with_numerics
 from .options import (
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from deep_moe.weights import WeightsName
 
 
-class EmulatedRanks:
+class EmulatedRanks(Closing):
     """`num_ranks` ranks of one layer, without processes or a GPU.
 
     Args:
@@ -249,17 +249,6 @@ class EmulatedRanks:
         """Give the memory back."""
         for buffer in self.buffers:
             buffer.close()
-
-    def __enter__(self) -> EmulatedRanks:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _with_mirrored_peers(launch: RankLaunch, shape: MoEShape) -> RankLaunch:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from deep_moe.fused.closing import Closing
 from deep_moe.fused.emulated_ranks import run_ranks
 from deep_moe.fused.rank_buffer import used
 from deep_moe.fused.symm_memory import private_host_memories
@@ -16,15 +16,13 @@ from .kernels import Launch
 from .split_layer import SplitLayer
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
-
     from deep_moe.emulator.machine import Schedule
 
 LayerT = TypeVar("LayerT", bound=SplitLayer)
 Result = TypeVar("Result")
 
 
-class EmulatedLayers(Generic[LayerT]):
+class EmulatedLayers(Closing, Generic[LayerT]):
     """layers: each rank's own."""
 
     layers: list[LayerT]
@@ -94,17 +92,6 @@ class EmulatedLayers(Generic[LayerT]):
         """Give the memory back."""
         for layer in self.layers:
             layer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _taking_part(self, ranks: Sequence[int] | None) -> Sequence[int]:
         return range(len(self.layers)) if ranks is None else ranks

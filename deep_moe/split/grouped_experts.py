@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +38,7 @@ from deep_moe.fused.checks import (
     refuse_gradients,
     require_type,
 )
+from deep_moe.fused.closing import Closing
 from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import run_rank
 from deep_moe.fused.options import check_overrides
@@ -129,7 +129,7 @@ def grouped_experts_workspace_size(
     return work_space_layout(shape).num_bytes
 
 
-class GroupedExperts:
+class GroupedExperts(Closing):
     """Linear1, activation and Linear2 of one rank's experts, on rows that are there.
 
     Args:
@@ -383,17 +383,6 @@ class GroupedExperts:
     def close(self) -> None:
         """Give the work space back. The object cannot be used after this."""
         self._work_space.close()
-
-    def __enter__(self) -> GroupedExperts:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _check(
         self,

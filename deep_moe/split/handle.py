@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from deep_moe.fused.checks import require_type
 
 if TYPE_CHECKING:
     import torch
 
     from .kernels import Launch
+
+HandleT = TypeVar("HandleT")
 
 
 class Progress(Enum):
@@ -77,3 +81,14 @@ class Dispatched(NamedTuple):
     src_info: torch.Tensor
     layout_range: torch.Tensor
     handle: DispatchHandle
+
+
+def own_handle(handle: Any, kind: type[HandleT], layer: object) -> HandleT:
+    """TypeError or ValueError unless it is of this kind, and of a dispatch of this layer."""
+    require_type("handle", handle, kind, "what a dispatch returned")
+    if handle.layer is not layer:
+        raise ValueError(
+            f"handle must be of a dispatch of this layer, {layer!r}; got one of {handle.layer!r}"
+        )
+    assert isinstance(handle, kind)
+    return handle

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +30,8 @@ from deep_moe.heuristics.shape import require_int
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import LowLatencyArgs
 
-from .handle import Call, Dispatched, DispatchHandle, Progress
+from .handle import Call, Dispatched, DispatchHandle, Progress, own_handle
 from .kernels import Launch
-from .profile import Profile
 from .split_layer import ROW_ALIGNMENT, SplitLayer, name_of_dtype
 
 if TYPE_CHECKING:
@@ -168,7 +166,6 @@ class LowLatencyAllToAll(SplitLayer):
     ) -> None:
         super()._set_up(shape, memory, group, run, enable_profiling)
         self._scales_by_column = scales_by_column
-        self._profile = Profile()
         self._calls: list[Call | None] = [None] * NUM_HALVES
 
     def __repr__(self) -> str:
@@ -346,46 +343,6 @@ class LowLatencyAllToAll(SplitLayer):
                 missing. It is a MegaMoEError.
         """
         self.run(self.prepare_receive(handle))
-
-    def dump_dispatch_trace(self, path: str | Path) -> None:
-        """Write the phases of this rank's newest dispatches as a trace for chrome://tracing and
-        ui.perfetto.dev: quant_and_put, count_put, wait, postprocess, of each CTA. Waits for them.
-        The layer must have been made with enable_profiling=True. Of a call that is captured in a
-        CUDA graph it is the last replay.
-
-        Args:
-            path: of the file to write.
-
-        Raises:
-            ValueError: the layer was made without enable_profiling=True.
-            OSError: the file cannot be written.
-        """
-        self.dump_trace("dispatch", path, self.rank)
-
-    def dump_combine_trace(self, path: str | Path) -> None:
-        """The same of the newest combines: copy_and_put, recv_wait, topk_reduce.
-
-        Args:
-            path: of the file to write.
-
-        Raises:
-            ValueError: the layer was made without enable_profiling=True.
-            OSError: the file cannot be written.
-        """
-        self.dump_trace("combine", path, self.rank)
-
-    def dump_trace(self, step: Step, path: str | Path, rank: int) -> None:
-        """Write the phases of this rank's newest calls of one step as a file for ui.perfetto.dev.
-
-        Args:
-            step: "dispatch" or "combine".
-            path: of the file to write.
-            rank: the number of this rank in the trace.
-        """
-        self._buffer.raise_if_closed()
-        if not self._enable_profiling:
-            raise ValueError("enable_profiling must be True for a layer that dumps traces")
-        self._profile.write(step, path, rank, is_emulated=self._buffer.is_emulated)
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         """Go on without these ranks, from the next call on; an empty list lets all take part.
@@ -660,7 +617,7 @@ class LowLatencyAllToAll(SplitLayer):
         read: dict[str, torch.Tensor],
         written: dict[str, torch.Tensor],
     ) -> Launch:
-        if not self._enable_profiling:
+        if self._profile is None:
             return Launch(config, args, read, written)
         config = replace(config, trace=True)
         trace = self._profile.attach(config, call.number, self.device)
@@ -770,16 +727,8 @@ class LowLatencyAllToAll(SplitLayer):
             check_contiguous(name, tensor)
 
     def _check_handle(self, handle: DispatchHandle) -> None:
-        require_type("handle", handle, DispatchHandle, "what a dispatch returned")
-        call = handle.call
-        if handle.layer is not self:
-            raise ValueError(
-                f"handle must be of a dispatch of this layer, {self!r}; got one of {handle.layer!r}"
-            )
-        if call.generation != self._generation:
-            raise ValueError(
-                "handle must be of a dispatch since the last reset(); got one of before"
-            )
+        call = own_handle(handle, DispatchHandle, self).call
+        self._check_generation(call.generation)
         age = self._num_dispatches - call.number
         if age > NUM_HALVES:
             raise ValueError(

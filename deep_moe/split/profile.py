@@ -136,3 +136,38 @@ def _events(found: list[PhaseOfCta], rank: int) -> Iterator[str]:
         yield complete_event(
             phase.phase, rank, phase.cta, phase.start_ns, phase.end_ns, {"call": phase.call}
         )
+
+
+class DumpsTraces:
+    """A layer that writes its phases."""
+
+    def dump_dispatch_trace(self, path: str | Path) -> None:
+        """Write the phases of this rank's newest dispatches as a trace for chrome://tracing and
+        ui.perfetto.dev: quant_and_put, count_put, wait, postprocess, of each CTA. Waits for them.
+        The layer must have been made with enable_profiling=True. Of a call that is captured in a
+        CUDA graph it is the last replay. Of several NVLink domains it has the kernels of this one.
+
+        Args:
+            path: of the file to write.
+
+        Raises:
+            ValueError: the layer was made without enable_profiling=True.
+            OSError: the file cannot be written.
+        """
+        self._dump_trace("dispatch", path)
+
+    def dump_combine_trace(self, path: str | Path) -> None:
+        """The same of the newest combines: copy_and_put, if there is something to copy, recv_wait,
+        topk_reduce.
+
+        Args:
+            path: of the file to write.
+
+        Raises:
+            ValueError: the layer was made without enable_profiling=True.
+            OSError: the file cannot be written.
+        """
+        self._dump_trace("combine", path)
+
+    def _dump_trace(self, step: Step, path: str | Path) -> None:
+        raise NotImplementedError

@@ -4,6 +4,7 @@ checks of what they are given."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +26,14 @@ from deep_moe.jit.launch import MemoryRegion
 from deep_moe.tensor_memory import refuse_shared_memory
 
 from .kernels import Launch
+from .profile import DumpsTraces, PhaseOfCta, Profile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from typing_extensions import Self
 
     from deep_moe.heuristics.low_latency import LowLatencyShape
+    from deep_moe.heuristics.low_latency import Step as TracedStep
     from deep_moe.heuristics.throughput import ThroughputShape
 
 ROW_ALIGNMENT = 16  # bytes that a lane loads at once
@@ -47,7 +50,7 @@ def name_of_dtype(dtype: torch.dtype) -> str:
     raise kind(f"dtype must be {allowed}; got {dtype!r}")
 
 
-class SplitLayer:
+class SplitLayer(DumpsTraces):
     """A layer of one rank, whose class callers know by its name."""
 
     shape: LowLatencyShape | ThroughputShape
@@ -101,7 +104,7 @@ class SplitLayer:
         self.shape = shape
         self._buffer = RankBuffer(type(self).__name__, shape.buffer_layout, memory, group)
         self._settings = run.on(self._buffer.gpu)
-        self._enable_profiling = enable_profiling
+        self._profile = Profile() if enable_profiling else None
         self._generation = 0
         self._num_dispatches = 0
 
@@ -121,6 +124,29 @@ class SplitLayer:
     @property
     def nbytes(self) -> int:
         return self._buffer.nbytes
+
+    def dump_trace(self, step: TracedStep, path: str | Path, rank: int) -> None:
+        """Write the phases of this rank's newest calls of one step as a file for ui.perfetto.dev.
+
+        Args:
+            step: "dispatch" or "combine".
+            path: of the file to write.
+            rank: the number of this rank in the trace.
+        """
+        self._buffer.raise_if_closed()
+        self._traced().write(step, path, rank, is_emulated=self._buffer.is_emulated)
+
+    def _dump_trace(self, step: TracedStep, path: str | Path) -> None:
+        self.dump_trace(step, path, self.rank)
+
+    def _traced(self) -> Profile:
+        if self._profile is None:
+            raise ValueError("enable_profiling must be True for a layer that dumps traces")
+        return self._profile
+
+    def newest_phases(self, step: TracedStep) -> tuple[int, list[PhaseOfCta]]:
+        """Of the last dispatch or combine; as `Profile.newest`. For deep_moe.trial.split_trace."""
+        return self._traced().newest(step, is_emulated=self._buffer.is_emulated)
 
     def check(self) -> None:
         """Raise what the last kernel reported, if it gave up. Does not wait for a GPU."""
@@ -236,6 +262,13 @@ class SplitLayer:
         check_contiguous("topk_idx", topk_idx)
         if self._settings.checked:
             check_ids(topk_idx, self.shape.num_experts)
+
+    def _check_generation(self, generation: int) -> None:
+        """Of a handle."""
+        if generation != self._generation:
+            raise ValueError(
+                "handle must be of a dispatch since the last reset(); got one of before"
+            )
 
     def _segment(self, name: str) -> torch.Tensor:
         segment = self._buffer.layout[name]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,7 +20,6 @@ from deep_moe.fused.checks import (
 )
 from deep_moe.fused.run_settings import RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
-from deep_moe.heuristics.low_latency import Step as TracedStep
 from deep_moe.heuristics.throughput import (
     Step,
     ThroughputConfig,
@@ -32,8 +30,8 @@ from deep_moe.jit.kernel_args import ThroughputArgs
 from deep_moe.tokens import ALL_TO_ALL_FORMATS
 from deep_moe.tokens import token_format as token_format_of
 
+from .handle import own_handle
 from .kernels import Launch
-from .profile import PhaseOfCta, Profile
 from .split_layer import ROW_ALIGNMENT, SplitLayer, name_of_dtype
 
 if TYPE_CHECKING:
@@ -204,7 +202,6 @@ class AllToAll(SplitLayer):
         super()._set_up(shape, memory, group, run, enable_profiling)
         self._token_format = token_format
         self._config("dispatch", token_format=token_format)  # or an error
-        self._profile = Profile() if enable_profiling else None
         self._last_step: Step | None = None
 
     def __repr__(self) -> str:
@@ -349,57 +346,12 @@ class AllToAll(SplitLayer):
             )
         return self._combine_rows()
 
-    def dump_dispatch_trace(self, path: str | Path) -> None:
-        """Write the phases of this rank's newest dispatches as `LowLatencyAllToAll` does: of each
-        CTA quant_and_put and count_put, wait, postprocess. Needs enable_profiling=True.
-
-        Args:
-            path: of the file to write.
-
-        Raises:
-            ValueError: the layer was made without enable_profiling=True.
-            OSError: the file cannot be written.
-        """
-        self.dump_trace("dispatch", path, self.rank)
-
-    def dump_combine_trace(self, path: str | Path) -> None:
-        """The same of combines: copy_and_put, if there is something to copy, recv_wait,
-        topk_reduce.
-
-        Args:
-            path: of the file to write.
-
-        Raises:
-            ValueError: the layer was made without enable_profiling=True.
-            OSError: the file cannot be written.
-        """
-        self.dump_trace("combine", path, self.rank)
-
-    def dump_trace(self, step: TracedStep, path: str | Path, rank: int) -> None:
-        """Write the phases of this rank's newest calls of one step as a file for ui.perfetto.dev.
-
-        Args:
-            step: "dispatch" or "combine".
-            path: of the file to write.
-            rank: the number of this rank in the trace.
-        """
-        self._traced().write(step, path, rank, is_emulated=self._buffer.is_emulated)
-
-    def _traced(self) -> Profile:
-        if self._profile is None:
-            raise ValueError("enable_profiling must be True for a layer that dumps traces")
-        return self._profile
-
     def reset(self) -> None:
         """Make the layer usable again after a failed call. Every rank of the group must call this;
         it returns when all have. Handles become invalid."""
         self._buffer.reset()
         self._generation += 1
         self._last_step = None
-
-    def newest_phases(self, step: TracedStep) -> tuple[int, list[PhaseOfCta]]:
-        """Of the last dispatch or combine; as `Profile.newest`. For deep_moe.trial.split_trace."""
-        return self._traced().newest(step, is_emulated=self._buffer.is_emulated)
 
     # What follows is called by `EmulatedThroughputAllToAll` too.
 
@@ -679,15 +631,7 @@ class AllToAll(SplitLayer):
             refuse_gradients(topk_weights=topk_weights)
 
     def _check_handle(self, handle: AllToAllHandle) -> None:
-        require_type("handle", handle, AllToAllHandle, "what a dispatch returned")
-        if handle.layer is not self:
-            raise ValueError(
-                f"handle must be of a dispatch of this layer, {self!r}; got one of {handle.layer!r}"
-            )
-        if handle.generation != self._generation:
-            raise ValueError(
-                "handle must be of a dispatch since the last reset(); got one of before"
-            )
+        self._check_generation(own_handle(handle, AllToAllHandle, self).generation)
 
     def _combine_rows(self) -> torch.Tensor:
         shape = self.shape

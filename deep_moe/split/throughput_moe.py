@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,12 +11,14 @@ import torch
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.fused.buffer import device_for, ranks_of
 from deep_moe.fused.checks import require_type
+from deep_moe.fused.closing import Closing
 from deep_moe.heuristics.shape import require_int
 from deep_moe.heuristics.throughput import ThroughputShape
 from deep_moe.weights import DEFAULT_WEIGHTS
 from deep_moe.weights.layers import MegaMoEWeights
 
 from .grouped_experts import GroupedExperts
+from .profile import DumpsTraces
 from .quantized_rows import Unrouted, quantize_rows, unrouted
 from .throughput import AllToAll, AllToAllHandle, Received
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from deep_moe.activations import ActivationName
+    from deep_moe.heuristics.low_latency import Step
     from deep_moe.tokens import TokenFormatName
     from deep_moe.weights import WeightsName
 
@@ -49,7 +51,7 @@ def most_rows(num_ranks: int, max_tokens_per_rank: int, num_topk: int) -> int:
     return num_ranks * max_tokens_per_rank * num_topk
 
 
-class ThroughputMoE:
+class ThroughputMoE(DumpsTraces, Closing):
     """An `AllToAll` and the `GroupedExperts` of its rank, as one layer for many tokens.
 
     Args:
@@ -361,29 +363,8 @@ class ThroughputMoE:
         """
         return self.all_to_all.combine(y, handle, topk_weights=topk_weights, out=out)
 
-    def dump_dispatch_trace(self, path: str | Path) -> None:
-        """As of `AllToAll`.
-
-        Args:
-            path: of the file to write.
-
-        Raises:
-            ValueError: the layer was made without enable_profiling=True.
-            OSError: the file cannot be written.
-        """
-        self.all_to_all.dump_dispatch_trace(path)
-
-    def dump_combine_trace(self, path: str | Path) -> None:
-        """As of `AllToAll`.
-
-        Args:
-            path: of the file to write.
-
-        Raises:
-            ValueError: the layer was made without enable_profiling=True.
-            OSError: the file cannot be written.
-        """
-        self.all_to_all.dump_combine_trace(path)
+    def _dump_trace(self, step: Step, path: str | Path) -> None:
+        self.all_to_all.dump_trace(step, path, self.all_to_all.rank)
 
     def check(self) -> None:
         """Raise what the last kernels reported, if one gave up. Does not wait for a GPU.
@@ -405,14 +386,3 @@ class ThroughputMoE:
         """Give the memory back. The layer cannot be used after this."""
         self.all_to_all.close()
         self.experts.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()

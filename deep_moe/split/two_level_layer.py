@@ -3,13 +3,19 @@ what travels between domains, and checks before anything does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import torch
 
+from deep_moe.fused.buffer import device_for
 from deep_moe.fused.checks import (
     TOPK_IDX_DTYPES,
     check_contiguous,
     check_ids,
     check_tensor,
+    named_as,
     refuse_gradients,
     require_type,
 )
@@ -18,10 +24,16 @@ from deep_moe.fused.run_settings import timeout_of
 from deep_moe.heuristics.domain_relay import RelayShape
 from deep_moe.tensor_memory import refuse_shared_memory
 
-from .domain_groups import DomainGroups, DomainPlace
+from .domain_groups import DomainGroups, DomainPlace, check_backend, require_equal_everywhere
 from .domain_relay import DomainRelay
 from .domain_transport import check_sms_beside, check_transport_sms
+from .profile import DumpsTraces
 from .split_layer import SplitLayer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from deep_moe.heuristics.low_latency import Step
 
 
 def sms_beside_transport(
@@ -53,7 +65,7 @@ def check_listed(shape: RelayShape, name: str, limit: int) -> None:
         )
 
 
-class TwoLevelLayer:
+class TwoLevelLayer(DumpsTraces):
     """One rank's. _most_tokens: the argument that bounds them."""
 
     shape: RelayShape
@@ -64,25 +76,61 @@ class TwoLevelLayer:
     _relay: DomainRelay
     _place: DomainPlace
 
-    def _connect(
+    def _join(
         self,
-        shape: RelayShape,
-        place: DomainPlace,
-        groups: DomainGroups,
-        inside: SplitLayer,
+        inside: Callable[..., SplitLayer],
+        domain_group: ProcessGroup | None,
+        cross_group: ProcessGroup | None,
+        sizes: Mapping[str, Any],
+        most_listed: int,
+        *arguments: Any,
+        equal: Mapping[str, Any],
+        num_transport_sms: int,
+        device: torch.device | str | int | None,
+        num_sms: int | None,
         timeout_s: float | None,
+        is_numbered: bool = False,
+        **options: Any,
     ) -> None:
+        """As a rank of both groups, all of which have the same sizes and other equal arguments.
+
+        inside: makes the layer of the domain. sizes: of the RelayShape. most_listed: own and
+        foreign tokens of a call. arguments, options: of `inside` beside sizes, `equal` and what is
+        named here.
+        """
+        groups = DomainGroups(domain_group, cross_group)
+        place = DomainPlace.of(groups)
+        device = device_for(cross_group if domain_group is None else domain_group, device)
+        check_backend(cross_group, device)
+        with named_as({"num_max_tokens_per_rank": self._most_tokens}):
+            require_equal_everywhere({**sizes, **equal, "device": device.type}, groups)
+            shape = RelayShape(place.num_domains, place.num_ranks, **sizes, is_numbered=is_numbered)
+        check_listed(shape, self._most_tokens, most_listed)
+        self._inside = inside(
+            domain_group,
+            shape.num_listed_tokens,
+            shape.hidden,
+            shape.num_experts_per_domain,
+            shape.num_topk,
+            *arguments,
+            token_format=shape.token_format,
+            device=device,
+            num_sms=sms_beside_transport(device, num_sms, num_transport_sms, place.num_domains),
+            timeout_s=timeout_s,
+            **equal,
+            **options,
+        )
         self.shape = shape
-        self.device = inside.device
+        self.device = self._inside.device
         self.rank = place.domain * place.num_ranks + place.rank
         self._place = place
         self._relay = DomainRelay(
             shape,
             place,
             groups,
-            inside.device,
-            timeout_of(timeout_s, is_emulated=inside.device.type == "cpu"),
-            inside.settings.arch,
+            self.device,
+            timeout_of(timeout_s, is_emulated=self.device.type == "cpu"),
+            self._inside.settings.arch,
         )
 
     def __repr__(self) -> str:
@@ -132,6 +180,9 @@ class TwoLevelLayer:
     def close(self) -> None:
         """Give the memory back. The layer cannot be used after this."""
         self._inside.close()
+
+    def _dump_trace(self, step: Step, path: str | Path) -> None:
+        self._inside.dump_trace(step, path, self.rank)
 
     # Checks.
 

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from deep_moe.fused.buffer import device_for
 from deep_moe.fused.checks import (
     check_contiguous,
     check_tensor,
     refuse_gradients,
     require_type,
 )
-from deep_moe.heuristics.domain_relay import RelayShape
 from deep_moe.heuristics.low_latency import MAX_RELAYED_TOKENS
 from deep_moe.heuristics.shape import require_int
 from deep_moe.tensor_memory import refuse_shared_memory
@@ -28,15 +25,12 @@ from deep_moe.tensor_memory import refuse_shared_memory
 from .domain_groups import (
     NUM_TRANSPORT_SMS,
     DomainGroups,
-    DomainPlace,
-    check_backend,
-    require_equal_everywhere,
 )
 from .domain_relay import RelayedCall
-from .handle import Dispatched, DispatchHandle
+from .handle import Dispatched, DispatchHandle, own_handle
 from .low_latency import LowLatencyAllToAll
 from .split_layer import name_of_dtype
-from .two_level_layer import TwoLevelLayer, check_listed, sms_beside_transport
+from .two_level_layer import TwoLevelLayer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -134,47 +128,36 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         schedule_seed: int = 0,
         enable_profiling: bool = False,
     ) -> None:
-        groups = DomainGroups(domain_group, cross_group)
-        place = DomainPlace.of(groups)
-        device = device_for(cross_group if domain_group is None else domain_group, device)
-        check_backend(cross_group, device)
-        sizes: dict[str, Any] = {
-            "num_experts": num_experts,
-            "num_topk": num_topk,
-            "hidden": hidden,
-            "num_max_tokens_per_rank": num_max_tokens_per_rank,
-            "num_max_foreign_tokens": num_max_foreign_tokens,
-            "token_format": token_format,
-            "group_size": group_size,
-            "dtype": name_of_dtype(dtype),
-        }
-        others = {"zero_copy": zero_copy, "placement": placement, "device": device.type}
-        require_equal_everywhere({**sizes, **others}, groups)
-        shape = RelayShape(place.num_domains, place.num_ranks, **sizes, is_numbered=True)
-        check_listed(shape, self._most_tokens, MAX_RELAYED_TOKENS)
-        num_sms = sms_beside_transport(device, num_sms, num_transport_sms, place.num_domains)
-        self._inside = LowLatencyAllToAll(
+        self._join(
+            LowLatencyAllToAll,
             domain_group,
-            shape.num_listed_tokens,
-            hidden,
-            shape.num_experts_per_domain,
-            num_topk,
-            token_format=token_format,
-            zero_copy=zero_copy,
-            scales_by_column=scales_by_column,
-            placement=placement,
-            relays_tokens=True,
-            group_size=group_size,
-            dtype=dtype,
+            cross_group,
+            {
+                "num_experts": num_experts,
+                "num_topk": num_topk,
+                "hidden": hidden,
+                "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                "num_max_foreign_tokens": num_max_foreign_tokens,
+                "token_format": token_format,
+                "group_size": group_size,
+                "dtype": name_of_dtype(dtype),
+            },
+            MAX_RELAYED_TOKENS,
+            equal={"zero_copy": zero_copy, "placement": placement},
+            num_transport_sms=num_transport_sms,
             device=device,
             num_sms=num_sms,
             timeout_s=timeout_s,
+            is_numbered=True,
+            relays_tokens=True,
+            scales_by_column=scales_by_column,
+            group_size=group_size,
+            dtype=dtype,
             arch=arch,
             checked=checked,
             schedule_seed=schedule_seed,
             enable_profiling=enable_profiling,
         )
-        self._connect(shape, place, groups, self._inside, timeout_s)
         # What receives, by the number of the dispatch.
         self._pending: dict[int, Callable[[], None]] = {}
         self._masked: set[int] = set()
@@ -309,7 +292,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
             CompileError: NVRTC refused the kernel.
         """
         self._relay.transport.raise_if_failed()
-        own = self._own_handle(handle)
+        own = own_handle(handle, TwoLevelDispatchHandle, self)
         self._refuse_pending(own, "combine")
         inside = self._inside.shape
         rows = (inside.num_experts_per_rank, inside.num_rows_per_expert, self.shape.hidden)
@@ -360,7 +343,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         Args:
             handle: of the newest dispatch.
         """
-        own = self._own_handle(handle)
+        own = own_handle(handle, TwoLevelDispatchHandle, self)
         self._refuse_pending(own, "get_combine_buffer")
         return self._inside.get_combine_buffer(own.inside)
 
@@ -382,7 +365,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
             MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
                 missing. It is a MegaMoEError.
         """
-        own = self._own_handle(handle)
+        own = own_handle(handle, TwoLevelDispatchHandle, self)
         finish = self._pending.pop(own.call.number, None)
         if finish is None:
             raise ValueError(
@@ -391,22 +374,6 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
             )
         with torch.no_grad():
             finish()
-
-    def dump_dispatch_trace(self, path: str | Path) -> None:
-        """As of `LowLatencyAllToAll`: the phases of the kernels, inside this domain.
-
-        Args:
-            path: of the file to write.
-        """
-        self._inside.dump_trace("dispatch", path, self.rank)
-
-    def dump_combine_trace(self, path: str | Path) -> None:
-        """The same of the newest combines.
-
-        Args:
-            path: of the file to write.
-        """
-        self._inside.dump_trace("combine", path, self.rank)
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
         """Go on without these ranks, from the next call on; an empty list lets all take part.
@@ -484,15 +451,6 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
             ranges[:, domain * num_ranks : (domain + 1) * num_ranks].copy_(packed[:, :, number])
 
     # Checks.
-
-    def _own_handle(self, handle: Any) -> TwoLevelDispatchHandle:
-        require_type("handle", handle, TwoLevelDispatchHandle, "what a dispatch returned")
-        if handle.layer is not self:
-            raise ValueError(
-                f"handle must be of a dispatch of this layer, {self!r}; got one of {handle.layer!r}"
-            )
-        assert isinstance(handle, TwoLevelDispatchHandle)
-        return handle
 
     def _refuse_pending(self, handle: TwoLevelDispatchHandle, step: str) -> None:
         if handle.call.number in self._pending:

@@ -7,27 +7,21 @@ rest. docs/two-level.md says how.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from deep_moe.fused.buffer import device_for
-from deep_moe.fused.checks import check_tensor, named_as, refuse_gradients, require_type
-from deep_moe.heuristics.domain_relay import RelayShape
+from deep_moe.fused.checks import check_tensor, refuse_gradients, require_type
 from deep_moe.heuristics.throughput import MAX_TOKENS_PER_RANK
 
 from .domain_groups import (
     NUM_TRANSPORT_SMS,
-    DomainGroups,
-    DomainPlace,
-    check_backend,
-    require_equal_everywhere,
 )
 from .domain_relay import RelayedCall
+from .handle import own_handle
 from .split_layer import name_of_dtype
 from .throughput import GIVEN_FORMATS, AllToAll, AllToAllHandle, Received
-from .two_level_layer import TwoLevelLayer, check_listed, sms_beside_transport
+from .two_level_layer import TwoLevelLayer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,42 +111,33 @@ class TwoLevelAllToAll(TwoLevelLayer):
             raise ValueError(
                 f"token_format must be one of {', '.join(_FORMATS)}; got {token_format!r}"
             )
-        groups = DomainGroups(domain_group, cross_group)
-        place = DomainPlace.of(groups)
-        device = device_for(cross_group if domain_group is None else domain_group, device)
-        check_backend(cross_group, device)
-        sizes: dict[str, Any] = {
-            "num_experts": num_experts,
-            "num_topk": num_topk,
-            "hidden": hidden,
-            "num_max_tokens_per_rank": max_tokens_per_rank,
-            "num_max_foreign_tokens": num_max_foreign_tokens,
-            "token_format": token_format,
-            "dtype": name_of_dtype(dtype),
-        }
-        with named_as({"num_max_tokens_per_rank": "max_tokens_per_rank"}):
-            require_equal_everywhere({**sizes, "device": device.type}, groups)
-            shape = RelayShape(place.num_domains, place.num_ranks, **sizes)
-        check_listed(shape, self._most_tokens, MAX_TOKENS_PER_RANK)
-        self._inside = AllToAll(
+        self._join(
+            AllToAll,
             domain_group,
-            shape.num_listed_tokens,
-            hidden,
-            shape.num_experts_per_domain,
-            num_topk,
+            cross_group,
+            {
+                "num_experts": num_experts,
+                "num_topk": num_topk,
+                "hidden": hidden,
+                "num_max_tokens_per_rank": max_tokens_per_rank,
+                "num_max_foreign_tokens": num_max_foreign_tokens,
+                "token_format": token_format,
+                "dtype": name_of_dtype(dtype),
+            },
+            MAX_TOKENS_PER_RANK,
             max_recv_rows,
-            expert_alignment=expert_alignment,
-            token_format=token_format,
-            dtype=dtype,
+            equal={},
+            num_transport_sms=num_transport_sms,
             device=device,
-            num_sms=sms_beside_transport(device, num_sms, num_transport_sms, place.num_domains),
+            num_sms=num_sms,
             timeout_s=timeout_s,
+            expert_alignment=expert_alignment,
+            dtype=dtype,
             arch=arch,
             checked=checked,
             schedule_seed=schedule_seed,
             enable_profiling=enable_profiling,
         )
-        self._connect(shape, place, groups, self._inside, timeout_s)
 
     @property
     def token_format(self) -> TokenFormatName:
@@ -206,7 +191,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         if torch.is_grad_enabled():
             refuse_gradients(x=x)
         relay = self._relay
-        own = None if handle is None else self._own_handle(handle)
+        own = None if handle is None else own_handle(handle, TwoLevelHandle, self)
         with torch.no_grad():
             if own is None:
                 assert topk_idx is not None
@@ -263,7 +248,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
             CompileError: NVRTC refused the kernel.
         """
         self._relay.transport.raise_if_failed()
-        own = self._own_handle(handle)
+        own = own_handle(handle, TwoLevelHandle, self)
         rows = (self._inside.shape.max_recv_rows, self.shape.hidden)
         check_tensor("y", y, self.dtype, rows, self.device)
         if topk_weights is not None:
@@ -306,7 +291,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
             CompileError: NVRTC refused the kernel.
         """
         self._relay.transport.raise_if_failed()
-        own = self._own_handle(handle)
+        own = own_handle(handle, TwoLevelHandle, self)
         with torch.no_grad():
             with self._relay.transport.naming_the_domain():
                 listed = self._inside.return_scalars(values, own.inside)
@@ -316,37 +301,12 @@ class TwoLevelAllToAll(TwoLevelLayer):
         """As of `AllToAll`."""
         return self._inside.get_combine_buffer()
 
-    def dump_dispatch_trace(self, path: str | Path) -> None:
-        """As of `AllToAll`: the phases of the kernels, inside this domain.
-
-        Args:
-            path: of the file to write.
-        """
-        self._inside.dump_trace("dispatch", path, self.rank)
-
-    def dump_combine_trace(self, path: str | Path) -> None:
-        """The same of the newest combines.
-
-        Args:
-            path: of the file to write.
-        """
-        self._inside.dump_trace("combine", path, self.rank)
-
     def reset(self) -> None:
         """Make the layer usable again after a failed call inside a domain. Every rank of all
         domains must call this; it returns when all have. Handles become invalid. A layer that has
         lost a domain has to be made anew."""
         self._inside.reset()
         self._relay.rejoin(None)
-
-    def _own_handle(self, handle: Any) -> TwoLevelHandle:
-        require_type("handle", handle, TwoLevelHandle, "what a dispatch returned")
-        if handle.layer is not self:
-            raise ValueError(
-                f"handle must be of a dispatch of this layer, {self!r}; got one of {handle.layer!r}"
-            )
-        assert isinstance(handle, TwoLevelHandle)
-        return handle
 
     def _check_rows(self, x: torch.Tensor, x_sf: torch.Tensor | None) -> None:
         require_type("x", x, torch.Tensor, "a tensor")

@@ -3,7 +3,6 @@ and what tiles cost."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from deep_moe.heuristics.sm90_tiles import (
@@ -17,6 +16,7 @@ from deep_moe.heuristics.sm90_tiles import (
 from .weights import Sm90Weights
 
 if TYPE_CHECKING:
+    from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.weights.layers import KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
 
@@ -79,9 +79,20 @@ class Sm90DecodedWeights(Sm90Weights):
     )
 
     @property
-    @abstractmethod
     def blocks(self) -> DecodedBlocks:
-        """The layout."""
+        """The layout, which sm90_bf16_blocks.py in the format's folder has."""
+        from deep_moe.weights import folder_module
+
+        blocks: DecodedBlocks = folder_module(self.weights, "sm90_bf16_blocks").BLOCKS
+        return blocks
+
+    @property
+    def numerics(self) -> Numerics:
+        """Of weights whose decoded values are exact."""
+        from deep_moe.formats.numerics import bf16_numerics
+        from deep_moe.weights import weight_format
+
+        return bf16_numerics(weight_format(self.weights).dequantize)
 
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
         from .rows import RowsOf

@@ -26,6 +26,16 @@ if TYPE_CHECKING:
 
 BULK_COPY_ALIGNMENT = 16
 
+# Cases of fuzz for products that take both operands from shared memory. Few stages, for a small
+# case never comes round the ring of the default. One loop for all sizes of m-block, and one for
+# each. CTAs by themselves, and in clusters that share weights.
+SHARED_OPERAND_FUZZ_TILES = (
+    {"block_m": 16, "num_stages": 5, "cluster_size": 2},
+    {"block_m": 168, "num_stages": 3},
+    {"block_m": 128, "block_m_step": 32, "num_stages": 2, "cluster_size": 2},
+    {"block_m": 64, "block_m_step": 8, "num_stages": 3},
+)
+
 
 class Sm90Weights(TargetWeights):
     """kind: what choices depend on. keeps_k_order: whether k keeps its order in the pool, or the

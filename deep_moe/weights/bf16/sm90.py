@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deep_moe.heuristics.sm90_tiles import LARGE_FITTED_TILE, TILES, UNEVEN_TILE, WeightKind
-from deep_moe.targets.sm90.weights import Sm90Weights
+from deep_moe.targets.sm90.weights import SHARED_OPERAND_FUZZ_TILES, Sm90Weights
 
 if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
@@ -44,14 +44,7 @@ class Sm90Bf16(Sm90Weights):
         large_fitted_cost=1.02,
         is_decoded=False,
     )
-    # Few stages, for a small case never comes round the ring of the default. One loop for all sizes
-    # of m-block, and one for each. CTAs by themselves, and in clusters that share weights.
-    fuzz_tiles = (
-        {"block_m": 16, "num_stages": 5, "cluster_size": 2},
-        {"block_m": 168, "num_stages": 3},
-        {"block_m": 128, "block_m_step": 32, "num_stages": 2, "cluster_size": 2},
-        {"block_m": 64, "block_m_step": 8, "num_stages": 3},
-    )
+    fuzz_tiles = SHARED_OPERAND_FUZZ_TILES
 
     def transform(self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) -> None:
         from deep_moe.targets.sm90.plain_blocks import lay_out_expert

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from deep_moe.formats.sizes import WHOLE_ROW
 from deep_moe.heuristics.sm90_tiles import LARGE_FITTED_TILE, TILES, UNEVEN_TILE, WeightKind
-from deep_moe.targets.sm90.weights import Sm90Weights
+from deep_moe.targets.sm90.weights import SHARED_OPERAND_FUZZ_TILES, Sm90Weights
 
 from .on_target import Fp8OnTarget
 
@@ -174,13 +174,7 @@ class Sm90Fp8RowScaled(Fp8OnTarget, Sm90Weights):
         large_fitted_cost=1.02,
         is_decoded=False,
     )
-    # As of BF16 weights, whose main loop it is.
-    fuzz_tiles = (
-        {"block_m": 16, "num_stages": 5, "cluster_size": 2},
-        {"block_m": 168, "num_stages": 3},
-        {"block_m": 128, "block_m_step": 32, "num_stages": 2, "cluster_size": 2},
-        {"block_m": 64, "block_m_step": 8, "num_stages": 3},
-    )
+    fuzz_tiles = SHARED_OPERAND_FUZZ_TILES
 
     def with_own_scales(
         self, name: str, layer: LayerWeights, expert_idx: int, moved: Moved | None

@@ -10,19 +10,12 @@ from .rounding import rounded
 
 if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
-    from deep_moe.targets.sm90.decoded_blocks import DecodedBlocks
 
 
 class Sm90Int4Bf16(Sm90DecodedWeights):
     weights = "int4"
     policy = "Int4Bf16Weights"
     kind = bf16_decoded_kind(9216)
-
-    @property
-    def blocks(self) -> DecodedBlocks:
-        from .sm90_bf16_blocks import BLOCKS
-
-        return BLOCKS
 
     @property
     def numerics(self) -> Numerics:

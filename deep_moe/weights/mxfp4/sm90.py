@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
-    from deep_moe.targets.sm90.decoded_blocks import DecodedBlocks
     from deep_moe.targets.sm90.rows import RowsOf
 
     from ..layers import KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
@@ -75,20 +74,6 @@ class Sm90Mxfp4Bf16(Sm90DecodedWeights):
     weights = "mxfp4"
     policy = "Mxfp4Bf16Weights"
     kind = bf16_decoded_kind(8704)
-
-    @property
-    def blocks(self) -> DecodedBlocks:
-        from .sm90_bf16_blocks import BLOCKS
-
-        return BLOCKS
-
-    @property
-    def numerics(self) -> Numerics:
-        from deep_moe.formats.numerics import bf16_numerics
-
-        from .format import FORMAT
-
-        return bf16_numerics(FORMAT.dequantize)
 
 
 KERNELS = (Sm90Mxfp4(), Sm90Mxfp4Bf16())

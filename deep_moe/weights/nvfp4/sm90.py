@@ -8,7 +8,6 @@ from deep_moe.targets.sm90.decoded import Sm90DecodedWeights, bf16_decoded_kind
 
 if TYPE_CHECKING:
     from deep_moe.formats.numerics import Numerics
-    from deep_moe.targets.sm90.decoded_blocks import DecodedBlocks
 
 
 class Sm90Nvfp4Bf16(Sm90DecodedWeights):
@@ -16,12 +15,6 @@ class Sm90Nvfp4Bf16(Sm90DecodedWeights):
     policy = "Nvfp4Bf16Weights"
     scale_block = (1, 16)
     kind = bf16_decoded_kind(9216)
-
-    @property
-    def blocks(self) -> DecodedBlocks:
-        from .sm90_bf16_blocks import BLOCKS
-
-        return BLOCKS
 
     @property
     def numerics(self) -> Numerics:

@@ -25,6 +25,8 @@ _NAN_BYTE = 255
 
 Tensors = Mapping[str, torch.Tensor]  # of a matrix: "weight", and what else its format has
 Suffixes = Mapping[str, str]  # of their names, by the same keys
+# Types and sizes of the tensors of `LayerWeights`.
+Held = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
 class Expected(NamedTuple):
@@ -81,6 +83,9 @@ class StoredForm(ABC):
         """Of a matrix's tensors."""
 
     @abstractmethod
+    def held(self, num_rows: int, num_columns: int, num_matrices: int) -> Held:
+        """What one expert's linear layer has in memory, of so many matrices one below the other."""
+
     def empty(
         self,
         num_experts: int,
@@ -89,7 +94,11 @@ class StoredForm(ABC):
         device: torch.device,
         num_matrices: int,
     ) -> LayerWeights:
-        """For one linear layer's weights and scales, of so many matrices one below the other."""
+        """For one linear layer's weights and scales."""
+        held = self.held(num_rows, num_columns, num_matrices)
+        return LayerWeights(
+            *(torch.empty((num_experts, *size), dtype=dtype, device=device) for dtype, size in held)
+        )
 
     @abstractmethod
     def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:

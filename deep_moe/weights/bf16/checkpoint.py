@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from ..layers import LayerWeights
-from ..stored_form import Expected, StoredForm, Suffixes, Tensors
-from .format import no_scales
+from ..stored_form import Expected, Held, StoredForm, Suffixes, Tensors
 
 if TYPE_CHECKING:
     from deep_moe.weights import WeightsName
@@ -33,17 +32,8 @@ class StoredBf16(StoredForm):
         words = "bfloat16, as the layer's first weights are"
         return {"weight": Expected(self.dtypes["weight"], (num_rows, num_columns), words)}
 
-    def empty(
-        self,
-        num_experts: int,
-        num_rows: int,
-        num_columns: int,
-        device: torch.device,
-        num_matrices: int,
-    ) -> LayerWeights:
-        size = (num_experts, num_rows, num_columns)
-        weight = torch.empty(size, dtype=torch.bfloat16, device=device)
-        return LayerWeights(weight, no_scales(weight))
+    def held(self, num_rows: int, num_columns: int, num_matrices: int) -> Held:
+        return (torch.bfloat16, (num_rows, num_columns)), (torch.float32, (0,))
 
     def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
         matrix.weight.copy_(tensors["weight"])

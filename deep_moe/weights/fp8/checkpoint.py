@@ -17,6 +17,7 @@ from ..layers import LayerWeights
 from ..stored_form import (
     BYTE_DTYPES,
     Expected,
+    Held,
     StoredForm,
     Suffixes,
     Tensors,
@@ -104,21 +105,10 @@ class StoredFp8(StoredForm):
             num_blocks(num_rows, num_columns, self.scale_block),
         )
 
-    def empty(
-        self,
-        num_experts: int,
-        num_rows: int,
-        num_columns: int,
-        device: torch.device,
-        num_matrices: int,
-    ) -> LayerWeights:
+    def held(self, num_rows: int, num_columns: int, num_matrices: int) -> Held:
         scales = num_blocks(num_rows, num_columns, self.scale_block, num_matrices)
-        size = (num_experts, num_rows, num_columns)
         dtype = torch.float32 if self.scale_dtype in _FLOATS else self.scale_dtype
-        return LayerWeights(
-            torch.empty(size, dtype=torch.float8_e4m3fn, device=device),
-            torch.empty((num_experts, *scales), dtype=dtype, device=device),
-        )
+        return (torch.float8_e4m3fn, (num_rows, num_columns)), (dtype, scales)
 
     def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
         scales = tensors["scale"]
@@ -187,20 +177,9 @@ class StoredFp8Whole(StoredForm):
         scales = (num_rows,) if self.is_of_row else (1,)
         return _expected(self.scale_dtype, (num_rows, num_columns), scales)
 
-    def empty(
-        self,
-        num_experts: int,
-        num_rows: int,
-        num_columns: int,
-        device: torch.device,
-        num_matrices: int,
-    ) -> LayerWeights:
-        size = (num_experts, num_rows, num_columns)
+    def held(self, num_rows: int, num_columns: int, num_matrices: int) -> Held:
         scales = num_rows if self.is_of_row else num_matrices
-        return LayerWeights(
-            torch.empty(size, dtype=torch.float8_e4m3fn, device=device),
-            torch.empty((num_experts, scales), dtype=torch.float32, device=device),
-        )
+        return (torch.float8_e4m3fn, (num_rows, num_columns)), (torch.float32, (scales,))
 
     def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
         check_positive(names["scale"], tensors["scale"])

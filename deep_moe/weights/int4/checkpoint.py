@@ -13,7 +13,7 @@ import torch
 from deep_moe.errors import CheckpointError
 
 from ..layers import LayerWeights
-from ..stored_form import Expected, StoredForm, Suffixes, Tensors
+from ..stored_form import Expected, Held, StoredForm, Suffixes, Tensors
 
 if TYPE_CHECKING:
     from deep_moe.weights import WeightsName
@@ -94,19 +94,9 @@ class StoredInt4(StoredForm):
             ),
         }
 
-    def empty(
-        self,
-        num_experts: int,
-        num_rows: int,
-        num_columns: int,
-        device: torch.device,
-        num_matrices: int,
-    ) -> LayerWeights:
-        size, groups = (num_experts, num_rows), -(-num_columns // self.group_size)
-        return LayerWeights(
-            torch.empty((*size, num_columns // 2), dtype=torch.uint8, device=device),
-            torch.empty((*size, groups), dtype=torch.bfloat16, device=device),
-        )
+    def held(self, num_rows: int, num_columns: int, num_matrices: int) -> Held:
+        groups = -(-num_columns // self.group_size)
+        return (torch.uint8, (num_rows, num_columns // 2)), (torch.bfloat16, (num_rows, groups))
 
     def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
         scales = tensors["scale"]

@@ -16,6 +16,7 @@ from ..stored_form import (
     BYTE_DTYPES,
     PACKED_DTYPES,
     Expected,
+    Held,
     StoredForm,
     Suffixes,
     Tensors,
@@ -60,19 +61,9 @@ class StoredMxfp4(StoredForm):
             "scale": ue8m0_scales(num_rows, num_columns),
         }
 
-    def empty(
-        self,
-        num_experts: int,
-        num_rows: int,
-        num_columns: int,
-        device: torch.device,
-        num_matrices: int,
-    ) -> LayerWeights:
-        size = (num_experts, num_rows)
-        return LayerWeights(
-            torch.empty((*size, num_columns // 2), dtype=torch.int8, device=device),
-            torch.empty((*size, -(-num_columns // 128)), dtype=torch.int32, device=device),
-        )
+    def held(self, num_rows: int, num_columns: int, num_matrices: int) -> Held:
+        words = -(-num_columns // 128)
+        return (torch.int8, (num_rows, num_columns // 2)), (torch.int32, (num_rows, words))
 
     def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
         scales = tensors["scale"].contiguous().view(torch.uint8)

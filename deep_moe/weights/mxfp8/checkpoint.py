@@ -15,6 +15,7 @@ from ..layers import LayerWeights
 from ..stored_form import (
     BYTE_DTYPES,
     Expected,
+    Held,
     StoredForm,
     Suffixes,
     Tensors,
@@ -69,19 +70,9 @@ class StoredMxfp8(StoredForm):
             "scale": ue8m0_scales(num_rows, num_columns),
         }
 
-    def empty(
-        self,
-        num_experts: int,
-        num_rows: int,
-        num_columns: int,
-        device: torch.device,
-        num_matrices: int,
-    ) -> LayerWeights:
-        size = (num_experts, num_rows)
-        return LayerWeights(
-            torch.empty((*size, num_columns), dtype=torch.float8_e4m3fn, device=device),
-            torch.empty((*size, num_columns // GROUP_SIZE), dtype=torch.uint8, device=device),
-        )
+    def held(self, num_rows: int, num_columns: int, num_matrices: int) -> Held:
+        groups = num_columns // GROUP_SIZE
+        return (torch.float8_e4m3fn, (num_rows, num_columns)), (torch.uint8, (num_rows, groups))
 
     def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
         scales = tensors["scale"].view(torch.uint8)

@@ -16,6 +16,7 @@ from ..layers import LayerWeights
 from ..stored_form import (
     PACKED_DTYPES,
     Expected,
+    Held,
     StoredForm,
     Suffixes,
     Tensors,
@@ -85,21 +86,11 @@ class StoredNvfp4(StoredForm):
             ),
         }
 
-    def empty(
-        self,
-        num_experts: int,
-        num_rows: int,
-        num_columns: int,
-        device: torch.device,
-        num_matrices: int,
-    ) -> LayerWeights:
-        size = (num_experts, num_rows)
-        return LayerWeights(
-            torch.empty((*size, num_columns // 2), dtype=torch.int8, device=device),
-            torch.empty(
-                (*size, num_columns // GROUP_SIZE), dtype=torch.float8_e4m3fn, device=device
-            ),
-            torch.empty((num_experts, num_matrices), dtype=torch.float32, device=device),
+    def held(self, num_rows: int, num_columns: int, num_matrices: int) -> Held:
+        return (
+            (torch.int8, (num_rows, num_columns // 2)),
+            (torch.float8_e4m3fn, (num_rows, num_columns // GROUP_SIZE)),
+            (torch.float32, (num_matrices,)),
         )
 
     def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from deep_moe.weights.layers import LayerWeights
-from deep_moe.weights.stored_form import Expected, StoredForm, Suffixes, Tensors
+from deep_moe.weights.stored_form import Expected, Held, StoredForm, Suffixes, Tensors
 
 from .format import VALUES_PER_ELEMENT
 
@@ -40,19 +40,9 @@ class StoredToy4(StoredForm):
             "factor": Expected(self.dtypes["factor"], (num_rows,), "float32, one for each row"),
         }
 
-    def empty(
-        self,
-        num_experts: int,
-        num_rows: int,
-        num_columns: int,
-        device: torch.device,
-        num_matrices: int,
-    ) -> LayerWeights:
-        size = (num_experts, num_rows)
-        return LayerWeights(
-            torch.empty((*size, num_columns // VALUES_PER_ELEMENT), dtype=torch.int16),
-            torch.empty(size, dtype=torch.float32),
-        )
+    def held(self, num_rows: int, num_columns: int, num_matrices: int) -> Held:
+        size = (num_rows, num_columns // VALUES_PER_ELEMENT)
+        return (torch.int16, size), (torch.float32, (num_rows,))
 
     def put(self, names: Suffixes, tensors: Tensors, matrix: LayerWeights) -> None:
         matrix.weight.copy_(tensors["weight"])

@@ -37,8 +37,9 @@ def fuzz(
         str | None,
         typer.Option(
             "--path",
-            help="Cases of this path only: fused, split, throughput (the layer of many tokens) or "
-            "training (the differentiable layer, forward and backward). Otherwise all in turn.",
+            help="Cases of this path only: fused, split, throughput (the layer of many tokens), "
+            "grouped (GroupedExperts), training (the differentiable layer, forward and backward) "
+            "or product (grouped_product). Otherwise all in turn.",
         ),
     ] = None,
     arch: Annotated[
@@ -86,6 +87,8 @@ def fuzz(
         FuzzCase,
         grid_size,
     )
+    from deep_moe.trial.grouped_fuzzing import GroupedCase
+    from deep_moe.trial.product_fuzzing import ProductCase
     from deep_moe.trial.split_fuzzing import SplitCase
     from deep_moe.trial.throughput_fuzzing import ThroughputCase
     from deep_moe.trial.training_fuzzing import TrainingCase
@@ -95,16 +98,17 @@ def fuzz(
     if grid and corpus is not None:
         raise typer.BadParameter("--corpus is for cases outside of the grid")
     kinds: dict[str, type[Case]] = {
-        kind.path: kind for kind in (FuzzCase, SplitCase, ThroughputCase, TrainingCase)
+        kind.path: kind
+        for kind in (FuzzCase, SplitCase, ThroughputCase, GroupedCase, TrainingCase, ProductCase)
     }
     if path not in (None, *kinds):
         raise typer.BadParameter(f"--path must be one of {', '.join(kinds)}; got {path!r}")
     if grid and path not in (None, FuzzCase.path):
         raise typer.BadParameter(f"--grid must be without --path {path}: it is the fused call's")
-    is_training = path == TrainingCase.path
-    if is_training and any(o is not None for o in (arch, weights, biases, shared_experts)):
+    has_layers = path is None or issubclass(kinds[path], FuzzCase)
+    if not has_layers and any(o is not None for o in (arch, weights, biases, shared_experts)):
         raise typer.BadParameter(
-            "--arch, --weights, --biases and --shared-experts must be without --path training: "
+            f"--arch, --weights, --biases and --shared-experts must be without --path {path}: "
             "it has axes of its own"
         )
     if arch is not None and arch not in ARCHS:
@@ -135,7 +139,12 @@ def fuzz(
     if grid:
         cases = map(FuzzCase.of_grid, range(first, grid_size()))
     else:
-        turns = (FuzzCase, SplitCase, FuzzCase, ThroughputCase, FuzzCase, TrainingCase)
+        # Those that take least time have most turns.
+        turns = (
+            *(FuzzCase, SplitCase, TrainingCase),
+            *(FuzzCase, ThroughputCase, ProductCase, TrainingCase),
+            *(FuzzCase, GroupedCase, ProductCase, TrainingCase),
+        )
         drawn: Sequence[type[Case]] = turns if path is None else (kinds[path],)
         cases = itertools.chain(
             (kind.of(number) for number in tuple(known) for kind in dict.fromkeys(drawn)),

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
-from deep_moe.activations import Swiglu, SwigluOai
+from deep_moe.activations import GeluTanh, Situ, Swiglu, SwigluOai, SwigluStep
 
 from .fuzzing import SMALL_POOL, Case, FuzzCase
+from .grouped_fuzzing import GroupedCase
+from .product_fuzzing import ProductCase
 from .split_fuzzing import SplitCase
 from .throughput_fuzzing import ThroughputCase
 from .training_fuzzing import TrainingCase
@@ -59,6 +61,37 @@ _TRAINING: dict[str, Any] = {
     "gates": "numbers",
     "schedule": "random",
 }
+# Of experts whose tokens are there already: rows that a small ring has to hold one after another.
+_GROUPED: dict[str, Any] = {
+    "weights": "mxfp4 x mxfp8",
+    "shape": (4, 384, 128),
+    "tile": 1,
+    "biases": "none",
+    "pool": None,
+    "layout": "by expert",
+    "rows": "any",
+    "seed": 0,
+}
+_PRODUCT: dict[str, Any] = {
+    "columns": 136,
+    "values": 1152,  # more than the stages hold
+    "experts": 5,
+    "layout": "by expert",
+    "rows": "any",
+    "scales": "by row",
+    "numbers": "exact",
+}
+# Of several ranks rows come by the all-to-all; of one they are sorted and gathered here.
+_ALONE: dict[str, Any] = {"ranks": "one", "biases": torch.float32}
+_TRAINED: tuple[dict[str, Any], ...] = (
+    {},
+    {"precision": "fp8", "kept": "quantized", "tokens": "one rank has none"},
+    {"precision": "mxfp8", "kept": "received tokens only", "biases": torch.bfloat16},
+    {**_ALONE, "slots": "named twice", "activation": Situ(beta=1.0, linear_beta=2.0)},
+    {**_ALONE, "precision": "fp8", "kept": "quantized", "activation": SwigluStep(0.5)},
+    {**_ALONE, "precision": "mxfp8", "kept": "nothing", "activation": GeluTanh()},
+    {**_ALONE, "shape": (5, 4, 128, 64), "slots": "all", "activation": Swiglu(clamp=0.75)},
+)
 _PREPARED = {"inputs": "prepared"}  # by a kernel, with no wait between the calls
 _RING = {"pool": SMALL_POOL, "tokens": "many"}
 _EMPTY = {"tokens": "one rank has none"}
@@ -107,7 +140,14 @@ def _cases() -> Iterator[Case]:
     )
     yield throughput("sm_90a", "bf16 x bf16", slots="unused", room="for what comes")
     yield throughput("sm_100a", "mxfp4 x mxfp8", **_EMPTY, rows="written there", alignment=32)
-    yield TrainingCase(0, _TRAINING)
+    yield GroupedCase(0, "sm_90a", {**_GROUPED, "weights": "fp8 x fp8_128", "rows": "few"})
+    yield GroupedCase(
+        1, "sm_100a", {**_GROUPED, "pool": SMALL_POOL, "layout": "one behind the other"}
+    )
+    for values in _TRAINED:
+        yield TrainingCase(1, {**_TRAINING, **values})
+    yield ProductCase(0, {**_PRODUCT, "layout": "in any order", "scales": "by column"})
+    yield ProductCase(1, {**_PRODUCT, "rows": "beyond the ends", "numbers": "of any size"})
 
 
 SMALL_LAYERS = tuple(_cases())
@@ -115,11 +155,18 @@ SMALL_LAYERS = tuple(_cases())
 
 def words_of(case: Case) -> str:
     """What is special about a case."""
-    usual = {"fused": _FUSED, "split": _SPLIT, "throughput": _THROUGHPUT, "training": _TRAINING}
-    words = [str(case.values.get("weights", "BF16 training"))]
+    usual = {
+        "fused": _FUSED,
+        "split": _SPLIT,
+        "throughput": _THROUGHPUT,
+        "grouped": _GROUPED,
+        "training": _TRAINING,
+        "product": _PRODUCT,
+    }
+    words = [str(case.values.get("weights") or case.values.get("precision", "fp8"))]
     words += [
         f"{axis}: {value}"
         for axis, value in case.values.items()
-        if axis not in ("weights", "shape", "tile") and value != usual[case.path][axis]
+        if axis not in ("weights", "precision", "shape", "tile") and value != usual[case.path][axis]
     ]
     return ", ".join(words)

@@ -16,6 +16,8 @@ from deep_moe.cli import app
 from deep_moe.targets import target_of
 from deep_moe.trial import fuzz_workers, fuzzing
 from deep_moe.trial.fuzzing import CASES_PER_KERNEL, FuzzCase
+from deep_moe.trial.grouped_fuzzing import GroupedCase
+from deep_moe.trial.product_fuzzing import ProductCase
 from deep_moe.trial.split_fuzzing import SplitCase
 from deep_moe.trial.throughput_fuzzing import ThroughputCase
 from deep_moe.trial.training_fuzzing import TrainingCase
@@ -158,14 +160,18 @@ def test_a_failure_ends_with_the_line_that_repeats_it(monkeypatch: pytest.Monkey
 def test_paths_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With numbers that share a kernel; one that fails in several is one line of the corpus."""
     cases: list[FuzzCase] = []
-    for kind in (FuzzCase, SplitCase, ThroughputCase, TrainingCase):
+    kinds = (FuzzCase, SplitCase, ThroughputCase, GroupedCase, TrainingCase, ProductCase)
+    for kind in kinds:
         monkeypatch.setattr(kind, "run", lambda case: cases.append(case) or "broken")
     corpus = tmp_path / "corpus"
     command = ["fuzz", "--workers", "1", "--corpus", str(corpus)]
-    count = 6 * CASES_PER_KERNEL - 4
+    count = 11 * CASES_PER_KERNEL - 8
     result = CliRunner().invoke(app, [*command, "--first", "1", "--count", str(count)])
     turns = [path for path, _ in itertools.groupby(case.path for case in cases)]
-    assert turns == ["fused", "split", "fused", "throughput", "fused", "training"]
+    assert turns == [
+        *("fused", "split", "training", "fused", "throughput", "product", "training"),
+        *("fused", "grouped", "product", "training"),
+    ]
     numbers = [case.number for case in cases if case.path == "fused"]
     assert numbers == list(range(1, 3 * CASES_PER_KERNEL))
     assert "repeat: deep-moe fuzz --path split --first 3 --count 1" in result.output
@@ -178,7 +184,8 @@ def test_paths_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     for options, words in (
         (
             ["--path", "two-level"],
-            "--path must be one of fused, split, throughput, training; got 'two-level'",
+            "--path must be one of fused, split, throughput, grouped, training, product; got "
+            "'two-level'",
         ),
         (["--path", "split", "--grid"], "--grid must be without --path split"),
     ):

@@ -9,8 +9,8 @@ import pytest
 
 from deep_moe.fused import call_plan
 from deep_moe.trial.comparison import compare
+from deep_moe.trial.grouped_calls import COUNTS, exact_case, run_behind_each_other, run_padded
 
-from ..split.grouped_case import COUNTS, exact_case, run_behind_each_other, run_padded
 from .catalogue import Mutation
 from .grouped_catalogue import GROUPED_MUTATIONS
 from .planting import check_edits, noticed_in, noticed_in_test, planted_in_headers

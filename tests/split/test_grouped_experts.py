@@ -17,9 +17,7 @@ from deep_moe.errors import MegaMoEError
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.split.grouped_experts import token_formats_for
 from deep_moe.trial.comparison import compare
-from tests.pairs import formats, usual_pairs
-
-from .grouped_case import (
+from deep_moe.trial.grouped_calls import (
     COUNTS,
     UNTOUCHED,
     Case,
@@ -28,6 +26,7 @@ from .grouped_case import (
     run_behind_each_other,
     run_padded,
 )
+from tests.pairs import formats, usual_pairs
 
 # The package's name is the function.
 grouped_experts = importlib.import_module("deep_moe.split.grouped_experts")

@@ -13,9 +13,8 @@ from deep_moe.errors import MegaMoEError
 from deep_moe.split.grouped_experts import token_formats_for
 from deep_moe.targets import target_of_device
 from deep_moe.trial.comparison import compare
+from deep_moe.trial.grouped_calls import Case, random_case
 from deep_moe.weights import WEIGHTS
-
-from .grouped_case import Case, random_case
 
 if TYPE_CHECKING:
     from deep_moe.weights import WeightsName

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,117 +11,21 @@ import torch
 
 import deep_moe
 from deep_moe import emulator, jit
-from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_float
 from deep_moe.heuristics.products import GroupedProductConfig
-
-UNTOUCHED = 7.0
-
-
-@dataclass
-class Case:
-    """Operands of a call. x: [rows, K] with begin, otherwise [experts, N_e, K]."""
-
-    x: torch.Tensor
-    x_sf: torch.Tensor
-    weight: torch.Tensor
-    weight_sf: torch.Tensor
-    count: torch.Tensor
-    begin: torch.Tensor | None = None
-
-    @classmethod
-    def random(
-        cls,
-        rows: tuple[int, ...],
-        num_columns: int,
-        num_values: int,
-        count: list[int],
-        begin: list[int] | None = None,
-    ) -> Case:
-        generator = torch.Generator().manual_seed(num_columns + num_values)
-
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator)
-
-        x, x_sf = quantize_e4m3_float(random(*rows, num_values))
-        weight = random(len(count), num_columns, num_values).to(torch.float8_e4m3fn)
-        num_blocks = -(-num_columns // 128), num_values // 128
-        weight_sf = random(len(count), *num_blocks).abs() + 0.1
-        begins = None if begin is None else torch.tensor(begin).int()
-        return cls(x, x_sf, weight, weight_sf, torch.tensor(count).int(), begins)
-
-    def exact(self) -> Case:
-        """Same sizes, with values whose sums the 13 bits of Hopper's FP8 products hold: numbers up
-        to 3, and scales that are powers of two."""
-        generator = torch.Generator().manual_seed(1)
-
-        def integers(like: torch.Tensor) -> torch.Tensor:
-            return torch.randint(-3, 4, like.shape, generator=generator).to(like.dtype)
-
-        def powers(like: torch.Tensor) -> torch.Tensor:
-            return torch.randint(-2, 3, like.shape, generator=generator).float().exp2()
-
-        return replace(
-            self,
-            x=integers(self.x),
-            weight=integers(self.weight),
-            x_sf=powers(self.x_sf),
-            weight_sf=powers(self.weight_sf),
-        )
-
-    def run(self, **options: Any) -> torch.Tensor:
-        shape = (*self.x.shape[:-1], self.weight.shape[1])
-        y = torch.full(shape, UNTOUCHED, dtype=torch.bfloat16, device=self.x.device)
-        operands = (self.x, self.x_sf, self.weight, self.weight_sf, self.count, self.begin)
-        assert deep_moe.grouped_product(*operands, out=y, **options) is y
-        return y
-
-    def check(self, y: torch.Tensor, *, is_exact: bool = False) -> None:
-        """That each used row is right to within float32's roundings of sums in any order and one to
-        BF16, or to the bit, and all others are as they were."""
-        num_columns, num_values = self.weight.shape[1:]
-        x = dequantize_e4m3_float(self.x, self.x_sf, torch.float64).view(-1, num_values)
-        scales = self.weight_sf.double().repeat_interleave(128, 1)[:, :num_columns]
-        weights = self.weight.double() * scales.repeat_interleave(128, 2)
-        y = y.double().view(-1, num_columns)
-        is_used = torch.zeros(len(x), dtype=torch.bool)
-        for expert, rows in enumerate(self.rows()):
-            exact = x[rows] @ weights[expert].t()
-            if is_exact:
-                assert torch.equal(y[rows], exact.float().bfloat16().double())
-            magnitude = x[rows].abs() @ weights[expert].abs().t()
-            bound = exact.abs() * 2.0**-8 + magnitude * (num_values + 8) * 2.0**-24
-            # A NaN of a token is its row's.
-            assert torch.equal(y[rows].isnan(), exact.isnan())
-            assert not ((y[rows] - exact).abs() > bound).any()
-            is_used[rows] = True
-        assert (y[~is_used] == UNTOUCHED).all()
-
-    def rows(self) -> list[slice]:
-        """Each expert's."""
-        per_expert = self.x.shape[-2]
-        counts = self.count.tolist()
-        if self.begin is None:
-            begins = [e * per_expert for e in range(len(counts))]
-            counts = [min(count, per_expert) for count in counts]
-        else:
-            begins = self.begin.tolist()
-        total = self.x.numel() // self.x.shape[-1]
-        return [
-            slice(min(max(b, 0), total), min(max(b + c, 0), total))
-            for b, c in zip(begins, counts, strict=True)
-        ]
-
+from deep_moe.trial.product_calls import ProductCall
 
 CASES = {
-    "one row": Case.random((1,), 8, 128, [1], [0]),
-    "uneven, with gaps": Case.random((300,), 200, 384, [150, 0, 100], [8, 0, 170]),
-    "one expert for all": Case.random((260,), 136, 256, [0, 260, 0, 0], [0, 0, 260, 260]),
-    "nobody has rows": Case.random((40,), 128, 256, [0, 0], [0, 0]),
-    "begins and counts outside of x": Case.random((70,), 72, 128, [9, 50, 3], [-4, 60, 200]),
-    "more tiles than stages and CTAs": Case.random((600,), 264, 1152, [129, 256, 1], [0, 136, 400]),
-    "first rows of each expert": Case.random((3, 140), 144, 256, [131, 0, 5]),
-    "counts beyond an expert's rows": Case.random((2, 24), 128, 128, [30, 24]),
-    "128 experts": Case.random((160,), 64, 128, [1] * 128, [*range(128)]),
+    "one row": ProductCall.random((1,), 8, 128, [1], [0]),
+    "uneven, with gaps": ProductCall.random((300,), 200, 384, [150, 0, 100], [8, 0, 170]),
+    "one expert for all": ProductCall.random((260,), 136, 256, [0, 260, 0, 0], [0, 0, 260, 260]),
+    "nobody has rows": ProductCall.random((40,), 128, 256, [0, 0], [0, 0]),
+    "begins and counts outside of x": ProductCall.random((70,), 72, 128, [9, 50, 3], [-4, 60, 200]),
+    "more tiles than stages and CTAs": ProductCall.random(
+        (600,), 264, 1152, [129, 256, 1], [0, 136, 400]
+    ),
+    "first rows of each expert": ProductCall.random((3, 140), 144, 256, [131, 0, 5]),
+    "counts beyond an expert's rows": ProductCall.random((2, 24), 128, 128, [30, 24]),
+    "128 experts": ProductCall.random((160,), 64, 128, [1] * 128, [*range(128)]),
 }
 
 
@@ -131,7 +35,10 @@ def test_products_are_right(name: str) -> None:
 
 
 def test_no_rows_at_all() -> None:
-    for case in (Case.random((0,), 16, 128, [0], [0]), Case.random((2, 0), 16, 128, [0, 0])):
+    for case in (
+        ProductCall.random((0,), 16, 128, [0], [0]),
+        ProductCall.random((2, 0), 16, 128, [0, 0]),
+    ):
         assert case.run().numel() == 0
 
 
@@ -262,4 +169,4 @@ def test_on_a_gpu(name: str) -> None:
     case = CASES[name].exact()
     tensors = {field: getattr(case, field) for field in vars(case)}
     moved: dict[str, Any] = {field: None if t is None else t.cuda() for field, t in tensors.items()}
-    case.check(Case(**moved).run().cpu(), is_exact=True)
+    case.check(ProductCall(**moved).run().cpu(), is_exact=True)

@@ -1,4 +1,5 @@
-"""Rows for the experts of one rank, in both layouts, and what has to come of them."""
+"""Calls of `GroupedExperts`: rows for the experts of one rank, in both layouts, and what has to
+come of them."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from deep_moe.heuristics import MoEShape
 from deep_moe.split.grouped_experts import GroupedExperts
 from deep_moe.targets import target_of
 from deep_moe.tokens import token_format as token_format_of
-from deep_moe.trial.bounds import Bounds, reference_bounds
-from deep_moe.trial.reference import reference_mega_moe
-from deep_moe.trial.synthetic import Layer, exact_layer, exact_tokens, random_layer
 from deep_moe.weights import default_token_format
+
+from .bounds import Bounds, reference_bounds
+from .reference import reference_mega_moe
+from .synthetic import Layer, exact_layer, exact_tokens, random_layer
 
 if TYPE_CHECKING:
     from deep_moe.weights import WeightsName
@@ -34,9 +36,13 @@ def shape_of(counts: tuple[int, ...], weights: WeightsName = "mxfp4", **more: An
         num_ranks=1,
         num_experts=len(counts),
         num_topk=1,
-        num_max_tokens_per_rank=max(sum(counts), 1),
         weights=weights,
-        **{"hidden": 384, "intermediate_hidden": 256, **more},
+        **{
+            "hidden": 384,
+            "intermediate_hidden": 256,
+            "num_max_tokens_per_rank": max(sum(counts), 1),
+            **more,
+        },
     )
 
 
@@ -200,14 +206,16 @@ def exact_case(
 def run_padded(
     case: Case, num_rows: int = 80, own: GroupedExperts | None = None, **options: Any
 ) -> torch.Tensor:
-    """Of each row that an expert has; the others must stay as they are. own: what computes them."""
+    """y of each row that an expert has. own: what computes them. AssertionError unless the other
+    rows stay as they were."""
     x, scales = case.padded(num_rows)
     count = torch.tensor(case.counts, dtype=torch.int32)
     out = torch.full((*x.shape[:-1], case.shape.hidden), UNTOUCHED, dtype=torch.bfloat16)
     experts = own or case.experts(**options)
-    assert experts(x, scales, expert_count=count, out=out, **case.weights()) is out
+    if experts(x, scales, expert_count=count, out=out, **case.weights()) is not out:
+        raise AssertionError("y is not in out")
     for part, number in zip(out, case.counts, strict=True):
-        assert (part[number:] == UNTOUCHED).all()
+        _require_untouched(part[number:])
     return torch.cat([part[:number] for part, number in zip(out, case.counts, strict=True)])
 
 
@@ -227,5 +235,10 @@ def run_behind_each_other(
     y = torch.cat([out[part] for part in rows])
     for part in rows:
         out[part] = UNTOUCHED
-    assert (out == UNTOUCHED).all()
+    _require_untouched(out)
     return y
+
+
+def _require_untouched(rows: torch.Tensor) -> None:
+    if not (rows == UNTOUCHED).all():
+        raise AssertionError("a row of no expert was written")

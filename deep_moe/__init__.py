@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .training.functional import moe
     from .training.grouped_product import grouped_product
     from .training.layer import MoELayer
+    from .training.quantized_activation import quantized_activation
     from .weights.int4.quantizing import dequantize_int4, quantize_int4
     from .weights.layers import MegaMoEWeights
     from .weights.mxfp4.quantizing import dequantize_mxfp4, quantize_mxfp4
@@ -128,6 +129,7 @@ _MODULES = {
     "mega_moe": "fused.mega_moe",
     "make_domain_groups": "split.domain_groups",
     "moe": "training.functional",
+    "quantized_activation": "training.quantized_activation",
     "prepare_inputs": "fused.input_preparation",
     "quantize_int4": "weights.int4.quantizing",
     "quantize_mxfp4": "weights.mxfp4.quantizing",
@@ -203,6 +205,7 @@ __all__ = [
     "quantize_mxfp8",
     "quantize_nvfp4",
     "quantize_nvfp4_tokens",
+    "quantized_activation",
     "transform_biases_for_mega_moe",
     "transform_weights_for_mega_moe",
 ]

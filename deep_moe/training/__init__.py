@@ -10,6 +10,7 @@
     products     what PyTorch multiplies
     grouped_product  our own product of quantized rows and weights
     frozen       a context in which passes quantize weights once, and kept_weights, what they share
+    quantized_activation  the step between two of these, as a call
     quantized    rows and weights as E4M3 with scales
     launching    one kernel, on a GPU or in the emulator
     ways         how tokens get to experts' rows and back, and on one rank

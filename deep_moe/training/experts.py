@@ -219,7 +219,7 @@ class Experts:
         rounded = quantized_once(weights, (self.precision, type(self.steps)), self._rounded)
         if self.precision == "fp8":
             return self.steps.quantized_product(inputs, QuantizedWeights(*rounded), rows)
-        return grouped_product(inputs, *rounded, rows.offs)
+        return grouped_product(inputs, rounded[0], rows.offs)
 
     def _rounded(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As the forward pass multiplies them."""

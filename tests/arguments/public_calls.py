@@ -134,6 +134,12 @@ def grouped_product() -> Call:
     return deep_moe.grouped_product, {**rows, **weights, **counts, **out}
 
 
+def quantized_activation() -> Call:
+    counts = {"expert_count": torch.ones(E).int(), "expert_begin": torch.arange(E).int()}
+    options = {"row_weights": torch.ones(16), "activation_clamp": 1.0, "arch": None}
+    return deep_moe.quantized_activation, {"linear1": bf16(16, 512), **counts, **options}
+
+
 def low_latency() -> deep_moe.LowLatencyAllToAll:
     return deep_moe.LowLatencyAllToAll(
         None, T, H, E, K, token_format="bf16", num_sms=1, device="cpu"
@@ -416,6 +422,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "GroupedExperts()": grouped_object,
     "grouped_experts": grouped_function,
     "grouped_product": grouped_product,
+    "quantized_activation": quantized_activation,
     "LowLatencyAllToAll.dispatch": low_latency_dispatch,
     "LowLatencyAllToAll.combine": low_latency_combine,
     "AllToAll.dispatch": all_to_all_dispatch,

@@ -20,8 +20,9 @@
 >>> buffer.destroy()
 
 It runs where DeepGEMM's does not as well: on H100 and H200, and on a CPU in the emulator, with a
-gloo group or None. There is what this needs, and no GEMM. Other kinds of weights are refused in
-words. So are shared experts: deep_moe's own call computes those.
+gloo group or None. Beside it are the grouped products of FP8 with scales per 128 and per 128 x 128,
+on Hopper and in the emulator, and no other GEMM. Other kinds of weights are refused in words. So
+are shared experts: deep_moe's own call computes those.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ from __future__ import annotations
 from typing import Any
 
 from . import testing, utils
+from .grouped import (
+    get_m_alignment_for_contiguous_layout,
+    get_mk_alignment_for_contiguous_layout,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+)
 from .hopper import (
     get_symm_buffer_for_sm90_mega_moe,
     mega_moe_pre_dispatch_sm90,
@@ -56,10 +63,14 @@ __all__ = [
     "fp8_fp4_mega_moe",
     "fp8_mega_moe",
     "get_block_m_for_mega_moe",
+    "get_m_alignment_for_contiguous_layout",
+    "get_mk_alignment_for_contiguous_layout",
     "get_num_sms",
     "get_symm_buffer_for_mega_moe",
     "get_symm_buffer_for_sm90_mega_moe",
     "get_token_alignment_for_mega_moe",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "m_grouped_fp8_gemm_nt_masked",
     "mega_moe_pre_dispatch",
     "mega_moe_pre_dispatch_sm90",
     "set_num_sms",
@@ -75,5 +86,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     raise AttributeError(
         f"module {__name__!r} has no attribute {name!r}: it is DeepGEMM's Mega MoE of FP8 "
-        f"tokens and FP4 or FP8 weights, or of BF16, {', '.join(__all__)}"
+        "tokens and FP4 or FP8 weights, or of BF16, and grouped products of FP8, "
+        f"{', '.join(__all__)}"
     )

@@ -196,10 +196,17 @@ def unreachable_peer(
                     f"{gpu.fabric.domain}): use a group for each, and TwoLevelMoE across them"
                 )
         elif gpu.uuid == own.uuid:
-            return f"{pair} use the same GPU: call torch.cuda.set_device(local rank) first"
+            if not may_share_a_gpu():
+                return f"{pair} use the same GPU: call torch.cuda.set_device(local rank) first"
         elif is_linked(own.uuid, gpu.uuid) is False:
             return f"the GPU of rank {rank} is not linked to that of rank {peer}"
     return None
+
+
+def may_share_a_gpu() -> bool:
+    """Whether several ranks on one GPU are meant, by PyTorch's own switch. Kernels of theirs that
+    wait for each other have to run at the same time there."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
 def gpu_identity(device: torch.device) -> GpuIdentity:

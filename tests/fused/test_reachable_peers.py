@@ -52,6 +52,15 @@ def test_ranks_of_one_gpu_are_refused() -> None:
     assert text.startswith("rank 2 and rank 0 use the same GPU: call torch.cuda.set_device")
 
 
+def test_ranks_of_one_gpu_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PyTorch's switch, as the GPU tests do on machines of fewer GPUs than ranks."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    gpus = [gpu("a"), gpu("b"), gpu("a")]
+    assert unreachable_peer(gpus, 2, lambda own, peer: own != peer) is None
+    text = unreachable_peer(gpus, 2, lambda own, peer: peer != "b")
+    assert text == "the GPU of rank 2 is not linked to that of rank 1"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [

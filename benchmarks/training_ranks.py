@@ -11,19 +11,21 @@ Paths:
     process_group  deep_moe.moe over the process group
     plain          PyTorch's autograd: slots sorted, torch.distributed's all-to-all of their rows,
                    the host waiting for its sizes, grouped_mm and activation under torch.compile
+    liger          with --liger: liger-cute-kernels' layer, a kernel for each pass (liger_layer.py)
 
 Results are compared with the plain layer's before anything is timed. A time is the median of
 --calls steps, paths in turn, of the slowest rank, as Python calls them; an all-reduce in front of
 each lets ranks begin together. `graph_ms` is of a replayed CUDA graph of the step, which paths have
 that no host waits in. `peak_gib` is what a rank allocates beyond inputs, parameters and the
-AllToAll's buffers, which `buffer_gib` has.
+AllToAll's buffers, which `buffer_gib` has, and liger's symmetric memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 import deep_moe
 from deep_moe.trial.timing import machine
 
+from . import liger_layer
 from .all_to_all import timed_steps
 from .mega_moe import run_on_gpus
 from .training import (
@@ -42,6 +45,8 @@ from .training import (
     MODELS,
     Case,
     Model,
+    as_plain,
+    liger_path,
     peak_gib,
     plain_experts,
     require_close,
@@ -49,8 +54,8 @@ from .training import (
 )
 
 TOKENS = (8192,)
-WITHOUT_WAIT = ("all_to_all", "kept")
-PATHS = (*WITHOUT_WAIT, "process_group", "plain")
+WITHOUT_WAIT = ("all_to_all", "kept", "liger")
+PATHS = ("all_to_all", "kept", "process_group", "plain")
 
 
 def main() -> None:
@@ -65,6 +70,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
     parser.add_argument("--ranks", type=int, help="default: all GPUs")
+    parser.add_argument("--liger", action="store_true", help="time liger-cute-kernels, too")
     parser.add_argument("--calls", type=int, default=20, help="of each path, at least")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warmup", type=int, default=2, help="steps before those of a round")
@@ -145,7 +151,7 @@ def check(paths: dict[str, Callable[[], Any]]) -> None:
     """Ours against the plain layer, as norms: BF16 rounds all a few times."""
     plain = paths["plain"]()
     for path, call in paths.items():
-        require_close(path, call(), plain)
+        require_close(path, as_plain(path, call()), plain)
 
 
 def run_rank(
@@ -158,15 +164,32 @@ def run_rank(
         "num_ranks": dist.get_world_size(),
         "results": [],
     }
-    for name in arguments.models:
-        for num_tokens in arguments.tokens:
-            torch._dynamo.reset()
-            result = result_of(models[name], num_tokens, device, arguments)
-            report["results"].append({"model": name, **asdict(models[name]), **result})
-            if dist.get_rank() == 0:
-                print(lines(report["results"][-1]), flush=True)
-                if arguments.json is not None:
-                    arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    with ExitStack() as stack:
+        if arguments.liger:
+            stack.enter_context(liger_layer.runtime(device))
+        for name in arguments.models:
+            for num_tokens in arguments.tokens:
+                torch._dynamo.reset()
+                result = result_of(models[name], num_tokens, device, arguments)
+                report["results"].append({"model": name, **asdict(models[name]), **result})
+                if dist.get_rank() == 0:
+                    print(lines(report["results"][-1]), flush=True)
+                    if arguments.json is not None:
+                        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+@contextmanager
+def liger_paths(case: Case, device: torch.device) -> Iterator[dict[str, Callable[[], Any]]]:
+    """Its path, and the memory for it."""
+    num_ranks, model = dist.get_world_size(), case.model
+    with liger_layer.configured(
+        device,
+        num_tokens=case.x.shape[0],
+        hidden=model.hidden,
+        num_experts=num_ranks * model.num_experts,
+        num_topk=model.num_topk,
+    ) as calls:
+        yield {"liger": liger_path(case, calls, num_ranks)}
 
 
 def result_of(
@@ -185,24 +208,35 @@ def result_of(
         device=device,
     )
     try:
-        paths = paths_of(case, layer)
-        check(paths)
-        results: dict[str, dict[str, float]] = {name: {} for name in paths}
-        if device.type == "cuda":
-            for name, call in paths.items():
-                results[name]["peak_gib"] = peak_gib(call)
-        for name, times in timed_steps(paths, arguments, device).items():
-            results[name] |= in_ms(times, "ms")
-        if device.type == "cuda":
-            replays = {name: captured(paths[name]) for name in WITHOUT_WAIT}
-            for name, times in timed_steps(replays, arguments, device).items():
-                results[name] |= in_ms(times, "graph_ms")
-            torch.cuda.synchronize(device)
+        with ExitStack() as stack:
+            paths = paths_of(case, layer)
+            if arguments.liger:
+                paths |= stack.enter_context(liger_paths(case, device))
+            results = _results(paths, device, arguments)
         layer.check()
     finally:
         dist.barrier()
         layer.close()
     return {"tokens_per_rank": num_tokens, "buffer_gib": layer.nbytes / GIB, "paths": results}
+
+
+def _results(
+    paths: dict[str, Callable[[], Any]], device: torch.device, arguments: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """By path, checked before."""
+    check(paths)
+    results: dict[str, dict[str, float]] = {name: {} for name in paths}
+    if device.type == "cuda":
+        for name, call in paths.items():
+            results[name]["peak_gib"] = peak_gib(call)
+    for name, times in timed_steps(paths, arguments, device).items():
+        results[name] |= in_ms(times, "ms")
+    if device.type == "cuda":
+        replays = {name: captured(paths[name]) for name in WITHOUT_WAIT if name in paths}
+        for name, times in timed_steps(replays, arguments, device).items():
+            results[name] |= in_ms(times, "graph_ms")
+        torch.cuda.synchronize(device)
+    return results
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], None]:

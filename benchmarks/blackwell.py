@@ -10,6 +10,7 @@ Nothing here is measured.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import statistics
@@ -22,6 +23,7 @@ import numpy as np
 
 from deep_moe.emulator import Chip, chips
 from deep_moe.heuristics.presets import preset_shape
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.trial.simulated import simulate_call
 
 from .sm100_rival import VERSION, simulate_rival
@@ -68,6 +70,7 @@ def simulate(
     mirrored = num_ranks > 1 and num_tokens >= _MIRRORED_TOKENS
     began = time.process_time()
     if which == "ours":
+        shape = dataclasses.replace(shape, num_pool_tokens=DEFAULT_POOL_TOKENS)
         launches = simulate_call(shape, [num_tokens] * num_ranks, chip, mirrored=mirrored).launches
     elif headers is None:
         raise ValueError("headers must name the rival's headers")

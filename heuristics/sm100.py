@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 
 from deep_moe.tokens import token_format
 
@@ -22,9 +22,11 @@ from .choices import (
     choose_stages,
     choose_turns,
     neighbours,
+    rounded_mean,
 )
 from .segments import Layout, align_up
 from .shape import MoEShape
+from .sm90_tiles import likely_counts
 from .smem_layout import sm100_smem_layout
 from .tmem_layout import sm100_tmem_layout
 
@@ -45,23 +47,35 @@ BLOCKS_PER_SM_IN_TURN = 2  # of each layer, where experts have few tokens
 
 @dataclass(frozen=True)
 class Tile:
-    """A row of the tile table: the largest expected number of tokens per expert it serves."""
+    """Tokens of a tile, and how its epilogue is cut."""
 
-    max_tokens_per_expert: float
     block_m: int
     store_block_m: int
     num_epilogue_warps: int
 
 
 TILES = (
-    Tile(8.5, 16, 8, 8),
-    Tile(16.5, 32, 16, 8),
-    Tile(32.5, 64, 32, 4),
-    Tile(64.5, 96, 16, 8),
-    Tile(96.5, 128, 32, 8),
-    Tile(float("inf"), 192, 32, 8),
+    Tile(16, 8, 8),
+    Tile(32, 16, 8),
+    Tile(64, 32, 4),
+    Tile(96, 16, 8),
+    Tile(128, 32, 8),
+    Tile(192, 32, 8),
 )
-STORE_BLOCK_MS = (8, 16, 32)
+# Its blocks need more rows of padding than a pool without bound has, and tensor memory that not all
+# formats leave.
+WIDE_TILE = Tile(240, 24, 8)
+WIDE_TILE_PLACES = 8  # of a ring, and more
+TMEM_COLUMNS = 512
+STORE_BLOCK_MS = (8, 16, 24, 32)
+# What a block costs, in rows of products: so many by itself; a row for each of its tokens, but
+# hardly fewer for few of them, because the tensor core then waits for weights; and something for
+# rows that no token fills, in a tile of more than 128 the most: such tiles leave fewer stages, and
+# their scales are copied in two parts. Fitted to simulated times, none measured (B200, EP8, flash,
+# benchmarks/LOG.md, 2026-11-27).
+BLOCK_COST = 90.0
+FEW_TOKENS_COST, TOKEN_COST_OF_FEW = 64.0, 0.25
+EMPTY_ROW_COST, EMPTY_ROW_COST_OF_LARGE = 0.03, 0.25
 EPILOGUE_WARPS = (4, 8)
 
 OVERRIDABLE = (
@@ -102,13 +116,55 @@ def warp_roles(fields: ConfigFields) -> dict[str, range]:
     return {name: warps for name, warps in roles.items() if warps}
 
 
-def choose_tile(expected: Fraction) -> Tile:
-    """The first row of the table that serves `expected` tokens per expert.
+def tiles_of(shape: MoEShape, has_decoded_weights: bool) -> tuple[Tile, ...]:
+    """Tiles for which the layer's pool and tensor memory have room."""
+    tmem = sm100_tmem_layout(
+        block_m=WIDE_TILE.block_m,
+        block_n=BLOCK_N,
+        num_tmem_stages=NUM_TMEM_STAGES,
+        num_scale_words=shape.tokens.num_scale_words(shape.tokens.block_k),
+        num_decoded_slots=NUM_DECODED_SLOTS if has_decoded_weights else 0,
+    )
+    has_room = (
+        shape.is_bounded
+        and shape.num_pool_rows >= WIDE_TILE_PLACES * WIDE_TILE.block_m
+        and tmem.num_bytes <= TMEM_COLUMNS
+    )
+    return (*TILES, WIDE_TILE) if has_room else TILES
 
-    >>> [choose_tile(Fraction(m)).block_m for m in (8, 9, 17, 33, 65, 97)]
-    [16, 32, 64, 96, 128, 192]
+
+@lru_cache(maxsize=4096)
+def choose_tile(expected: Fraction, tiles: tuple[Tile, ...] = TILES) -> Tile:
+    """The tile with the least expected cost, if an expert's tokens scatter like a Poisson count
+    with this mean.
+
+    >>> [choose_tile(Fraction(m)).block_m for m in (7, 17, 33, 65, 97, 113, 1536)]
+    [16, 32, 64, 96, 128, 128, 192]
+    >>> choose_tile(Fraction(1536), (*TILES, WIDE_TILE)).block_m
+    240
     """
-    return next(tile for tile in TILES if expected <= tile.max_tokens_per_expert)
+    counts = likely_counts(float(expected), 0.0)
+
+    def cost(tile: Tile) -> float:
+        return sum(probability * expert_cost(n, tile.block_m) for n, probability in counts)
+
+    return min(tiles, key=cost)
+
+
+def expert_cost(num_tokens: int, block_m: int) -> float:
+    """Of an expert's blocks with such tiles, in rows of products.
+
+    >>> expert_cost(128, 128), expert_cost(129, 192)
+    (218.0, 246.0)
+    """
+    num_full, rest = divmod(num_tokens, block_m)
+    cost = num_full * (BLOCK_COST + max(block_m, FEW_TOKENS_COST + TOKEN_COST_OF_FEW * block_m))
+    if rest:
+        rows = align_up(rest, 16)  # N of the products
+        products = max(rows, FEW_TOKENS_COST + TOKEN_COST_OF_FEW * rows)
+        of_empty = EMPTY_ROW_COST if block_m <= 128 else EMPTY_ROW_COST_OF_LARGE
+        cost += BLOCK_COST + products + of_empty * (block_m - rows)
+    return cost
 
 
 def smem_layout(config: ConfigFields, decoded_block_bytes: int) -> Layout:
@@ -173,12 +229,14 @@ def choose_fields(
 
     expected = shape.expected_tokens_per_expert(num_tokens)
     per_local_expert = shape.expected_tokens_per_local_expert(num_tokens)
-    tile = choose_tile(per_local_expert)
+    tiles = tiles_of(shape, decoded_block_bytes > 0)
+    tile = choose_tile(rounded_mean(per_local_expert), tiles)
     tile_reason = f"{float(per_local_expert):.4g} tokens per expert expected"
     if shape.num_shared_experts:
         tile_reason += f", those of shared experts, {num_tokens} each, among them"
+    tile_reason += ": the least cost, as fitted to a simulated B200"
     if "block_m" in overrides:
-        tile = _tile_of(overrides["block_m"])
+        tile = _tile_of(overrides["block_m"], tiles)
         tile_reason = f"goes with block_m {tile.block_m}"
     block_m = choose("block_m", tile.block_m, tile_reason)
     store_block_m = choose("store_block_m", tile.store_block_m, tile_reason)
@@ -240,11 +298,11 @@ def choose_fields(
     return choices.fields, choices.reasons
 
 
-def _tile_of(block_m: int) -> Tile:
-    for tile in TILES:
+def _tile_of(block_m: int, tiles: tuple[Tile, ...]) -> Tile:
+    for tile in tiles:
         if tile.block_m == block_m:
             return tile
-    allowed = ", ".join(str(tile.block_m) for tile in TILES)
+    allowed = ", ".join(str(tile.block_m) for tile in tiles)
     raise ValueError(f"block_m must be one of {allowed}; got {block_m}")
 
 
@@ -252,14 +310,9 @@ def _check_epilogue(block_m: int, store_block_m: int, num_epilogue_warps: int) -
     if num_epilogue_warps not in EPILOGUE_WARPS:
         raise ValueError(f"num_epilogue_warps must be one of 4, 8; got {num_epilogue_warps}")
     if store_block_m not in STORE_BLOCK_MS:
-        raise ValueError(f"store_block_m must be one of 8, 16, 32; got {store_block_m}")
-    tokens_per_warpgroup = block_m // (num_epilogue_warps // 4)
-    if tokens_per_warpgroup % store_block_m:
-        raise ValueError(
-            f"store_block_m must divide the {tokens_per_warpgroup} tokens that each of "
-            f"{num_epilogue_warps // 4} epilogue warpgroups has of block_m {block_m}; "
-            f"got {store_block_m}"
-        )
+        raise ValueError(f"store_block_m must be one of 8, 16, 24, 32; got {store_block_m}")
+    if block_m % store_block_m:
+        raise ValueError(f"store_block_m must divide block_m {block_m}; got {store_block_m}")
 
 
 def _choose_registers(

@@ -173,7 +173,7 @@ def expected_costs(
     expected: Fraction, is_uneven: bool, kind: WeightKind
 ) -> dict[tuple[int, int], float]:
     """Of a routed expert, by tile."""
-    counts = _likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
+    counts = likely_counts(float(expected), UNEVEN_VARIATION if is_uneven else 0.0)
     tiles = [
         tile
         for tile in kind.tiles
@@ -207,12 +207,12 @@ def shared_cost(tile: tuple[int, int], work: SharedWork, kind: WeightKind) -> fl
     return work.num_experts * of_one * _loop_cost(tile, kind)
 
 
-def _likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
+def likely_counts(mean: float, variation: float) -> list[tuple[int, float]]:
     """Counts of a Poisson distribution, or of one whose mean is gamma-distributed with this
     coefficient of variation, without their tails, and their probabilities, up to a factor. Of many,
     every second, third, ...: enough to tell tiles apart.
 
-    >>> counts = _likely_counts(5.0, 0.5)
+    >>> counts = likely_counts(5.0, 0.5)
     >>> round(sum(n * p for n, p in counts), 2), round(sum(p for _, p in counts), 2)
     (5.0, 0.96)
     """

@@ -55,6 +55,8 @@ from .gpu import Gpu
 from .options import CALL_TENSORS, CallArguments, call_key, check_values, overrides_of
 
 if TYPE_CHECKING:
+    from deep_moe.tensor_map import TensorMapSpec
+
     from .buffer import SymmBuffer
     from .symm_memory import DeviceMemory, HostMemory
 
@@ -470,10 +472,18 @@ def _make_args(
     operands = target_weights.operands(config, own_address, (w1, sf1), (w2, sf2))
     for name, address in operands.addresses.items():
         setattr(args, name, address)
-    for name, spec in operands.tensor_maps.items():
-        gpu = buffer.gpu
+    gpu = buffer.gpu
+
+    def encoded(spec: TensorMapSpec) -> CppStruct:
         image = spec.encode_emulated() if gpu is None else gpu.encode_tensor_map(spec)
-        setattr(args, name, TensorMap.from_buffer_copy(image))
+        return TensorMap.from_buffer_copy(image)
+
+    for name, specs in operands.tensor_maps.items():
+        if isinstance(specs, tuple):
+            for i, spec in enumerate(specs):
+                getattr(args, name)[i] = encoded(spec)
+        else:
+            setattr(args, name, encoded(specs))
     for rank, address in enumerate(addresses):
         args.rank_buffers[rank] = address
     if biases is not None:

@@ -23,20 +23,24 @@ class TestTile:
         [
             # with 256 experts, 8 ranks and 8 slots, tokens per expert = num_tokens / 4
             (0, 16, 8, 8),
-            (34, 16, 8, 8),  # 8.5
-            (35, 32, 16, 8),
-            (66, 32, 16, 8),  # 16.5
-            (67, 64, 32, 4),
-            (130, 64, 32, 4),  # 32.5
-            (131, 96, 16, 8),
-            (258, 96, 16, 8),  # 64.5
-            (259, 128, 32, 8),
-            (386, 128, 32, 8),  # 96.5
-            (387, 192, 32, 8),
+            (31, 16, 8, 8),
+            (32, 32, 16, 8),
+            (81, 32, 16, 8),
+            (82, 64, 32, 4),
+            (186, 64, 32, 4),
+            (187, 96, 16, 8),
+            (298, 96, 16, 8),
+            (299, 128, 32, 8),
+            (461, 128, 32, 8),
+            (462, 192, 32, 8),
+            (779, 192, 32, 8),
+            (780, 128, 32, 8),  # two blocks of an expert
+            (996, 128, 32, 8),
+            (997, 192, 32, 8),
             (4096, 192, 32, 8),
         ],
     )
-    def test_table(self, num_tokens, block_m, store_block_m, num_epilogue_warps):
+    def test_least_cost(self, num_tokens, block_m, store_block_m, num_epilogue_warps):
         config = choose_config(V3, num_tokens)
         assert (config.block_m, config.store_block_m, config.num_epilogue_warps) == (
             block_m,
@@ -44,6 +48,26 @@ class TestTile:
             num_epilogue_warps,
         )
         assert config.num_threads == 256 + 32 * num_epilogue_warps
+
+    @pytest.mark.parametrize(
+        ("changes", "block_m"),
+        [
+            ({}, 240),
+            ({"weights": "bf16", "token_format": "bf16"}, 240),
+            ({"weights": "nvfp4", "token_format": "nvfp4"}, 192),  # no tensor memory for its scales
+            ({"weights": "nvfp4", "token_format": "bf16"}, 192),  # nor for decoded weights
+            ({"num_pool_tokens": None}, 192),
+            ({"num_pool_tokens": 1536}, 192),
+        ],
+    )
+    def test_wide_tiles_need_room(self, changes, block_m):
+        shape = shape_with(**{"num_pool_tokens": 24_576, **changes})
+        config = choose_config(shape, 1536)
+        assert config.block_m == block_m
+        assert config.num_tmem_columns == 512
+        if block_m != 240:
+            with pytest.raises(ValueError, match=r"block_m must be one of .* 192; got 240"):
+                choose_config(shape, 1536, overrides={"block_m": 240})
 
     def test_fixed_values(self):
         config = choose_config(V3, 100)
@@ -188,10 +212,10 @@ class TestRefusals:
         [
             ({"block_m": 48}, "block_m must be one of 16, 32, 64, 96, 128, 192; got 48"),
             ({"block_m": 256}, "block_m must be one of .*; got 256"),
-            ({"store_block_m": 24}, "store_block_m must be one of 8, 16, 32; got 24"),
+            ({"store_block_m": 12}, "store_block_m must be one of 8, 16, 24, 32; got 12"),
             (
                 {"block_m": 16, "store_block_m": 32},
-                "store_block_m must divide the 8 tokens .* of block_m 16; got 32",
+                "store_block_m must divide block_m 16; got 32",
             ),
             ({"num_epilogue_warps": 6}, "num_epilogue_warps must be one of 4, 8; got 6"),
             ({"num_stages": 1}, "num_stages must be 2 to 32; got 1"),

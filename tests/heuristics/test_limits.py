@@ -101,8 +101,7 @@ def check_within_limits(config):
 
     assert config.num_padded_sf_pool_tokens < 2**31
     if config.arch == "sm_100a":  # SM90 has one factor per token, at the token's own column
-        num_warpgroups = config.num_epilogue_warps // 4
-        assert config.block_m // num_warpgroups % config.store_block_m == 0
+        assert config.block_m % config.store_block_m == 0
         assert config.store_block_m <= 256
         assert config.num_pool_tokens % config.block_m == 0
         assert config.num_pool_tokens // config.block_m * padded_block_m <= (

@@ -96,6 +96,16 @@ def test_few_tokens_have_a_warp_for_each_chunk_in_combine(num_tokens: int) -> No
     assert result.is_exact, result
 
 
+@pytest.mark.parametrize("num_tokens", [253, 2150])
+def test_wide_tile(num_tokens: int) -> None:
+    """SM100's tile of 240 tokens, which only a ring has room for; 2150 tokens come round it."""
+    shape = one_rank(4096, num_experts=2, num_topk=1, hidden=128, num_pool_tokens=1920)
+    tokens = to_one_expert(exact_tokens(shape, num_tokens, seed=num_tokens), 1)
+    tokens.topk_idx[:5] = 0
+    (result,) = exact_case(shape, "sm_100a").compare_call([tokens], overrides={"block_m": 240})
+    assert result.is_exact, result
+
+
 @pytest.mark.parametrize(
     ("arch", "num_tokens"),
     each([1, 8, 63, 95, 96], [1, 8, 9, 16, 17, 33, 48, 64, 81, 95]),

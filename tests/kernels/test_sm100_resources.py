@@ -107,6 +107,15 @@ def test_no_spills_where_the_pool_is_a_ring(arch: str, weights: str) -> None:
     check(192, PROBLEMS["plain"], weights, arch=arch, num_pool_tokens=12288)
 
 
+@parametrize(
+    ("arch", "weights"),
+    product(("sm_100a", "sm_103a"), ("mxfp4", "fp8", FP8_ROWS, "bf16")),
+    everyday=[("sm_100a", "mxfp4")],
+)
+def test_no_spills_of_wide_tiles(arch: str, weights: str) -> None:
+    check(240, PROBLEMS["clamp_precise"], weights, arch=arch, num_pool_tokens=12288)
+
+
 def cases() -> list[tuple[int, str, str]]:
     """Every tile in half of the problems, every problem with half of the tiles, with weights in
     turn."""

@@ -252,6 +252,11 @@ SM100_MUTATIONS = (
         replaced("token_bytes", "num_bytes", "smem.activation_tile_bytes"),
         "misuse|race|timeout",
     ),
+    M(
+        "activation_box_too_small",
+        replaced("token_box", "[num_boxes - 1]", "[0]"),
+        "timeout|race|misuse|result",
+    ),
     M("activation_parity", replaced("token_stage_free", "^ 1", ""), "timeout|race|misuse"),
     M(
         "activation_split",

@@ -110,7 +110,8 @@ class LinearOf {
         return is_first_ ? First::epilogue_step : Second::epilogue_step;
     }
 
-    __device__ const TensorMap& activations(const auto& args) const {
+    // On SM100 several maps, by how many tokens they bring.
+    __device__ auto& activations(const auto& args) const {
         return is_first_ ? First::activations(args) : Second::activations(args);
     }
     __device__ const TensorMap& activation_sf(const auto& args) const {

@@ -72,9 +72,9 @@ __device__ uint32_t initialize(const KernelArgs& args, const SharedMemory<Config
         ptx::tcgen05_relinquish_alloc_permit_cta_group2();
     }
     if (warp_idx == Roles::activation_loader && ptx::elect_sync()) {
-        ptx::prefetch_tensormap(&args.l1_activations);
+        for (const TensorMap& map : args.l1_activations) ptx::prefetch_tensormap(&map);
         if constexpr (loads_all_scales) ptx::prefetch_tensormap(&args.l1_activation_sf);
-        ptx::prefetch_tensormap(&args.l2_activations);
+        for (const TensorMap& map : args.l2_activations) ptx::prefetch_tensormap(&map);
         if constexpr (has_scales) ptx::prefetch_tensormap(&args.l2_activation_sf);
     }
     if (warp_idx == Roles::weight_loader && ptx::elect_sync()) {

@@ -46,19 +46,24 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         ptx::reconverge(NamedBarrier::activation_loader);
         trace.mark(linear.load_step());
 
-        const TensorMap* tokens = &linear.activations(args);
         [[maybe_unused]] const TensorMap* sf = &linear.activation_sf(args);
         const uint32_t num_k_blocks = linear.num_k_blocks();
         // The two CTAs each take half of the tokens of the MMA, whose number depends on the block.
-        // The copy always brings block_m / 2 rows, the last of which may go unused.
         //~ half_tile
-        const uint32_t first_row = PoolRing<Config>::first_row(block.pool_block_idx) +
-                                   ptx::cluster_ctarank() * num_mma_tokens(block) / 2;
+        const uint32_t num_rows = num_mma_tokens(block) / 2;
+        const uint32_t first_row =
+            PoolRing<Config>::first_row(block.pool_block_idx) + ptx::cluster_ctarank() * num_rows;
+        // The smallest copy with these rows, for what an SM has in flight bounds how fast its
+        // weights come. The last rows may go unused.
+        constexpr uint32_t box_rows = Config::block_m / 2 / num_token_boxes;
+        const uint32_t num_boxes = ceil_div(num_rows, box_rows);
+        //~ token_box
+        const TensorMap* tokens = &linear.activations(args)[num_boxes - 1];
         // Both CTAs need the scales of all tokens.
         [[maybe_unused]] uint32_t first_sf = 0;
         [[maybe_unused]] const bool loads_scales =
             !Config::Weights::has_unit_scales || block.phase == Phase::linear2;
-        uint32_t num_bytes = smem.activation_tile_bytes;
+        uint32_t num_bytes = num_boxes * (smem.activation_tile_bytes / num_token_boxes);
         if constexpr (has_scales) {
             first_sf =
                 PoolRing<Config>::place_of(block.pool_block_idx) * Config::Smem::activation_sf_dim2;

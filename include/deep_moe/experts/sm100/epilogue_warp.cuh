@@ -1,6 +1,6 @@
-// How the epilogue warps share an accumulator: warpgroups split its columns (tokens), the four
-// warps of a warpgroup its 128 lanes (weight rows), because a warp reaches only the 32 lanes of its
-// own quadrant.
+// How the epilogue warps share an accumulator: warpgroups split the columns of its tokens evenly,
+// the four warps of a warpgroup its 128 lanes (weight rows), because a warp reaches only the 32
+// lanes of its own quadrant.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -55,12 +55,11 @@ struct EpilogueWarp {
     static constexpr uint32_t num_threads = num_warps * warp_size;
     static constexpr uint32_t num_warpgroups = num_warps / 4;
     static constexpr uint32_t warpgroup_threads = 4 * warp_size;
-    static constexpr uint32_t warpgroup_tokens = Config::block_m / num_warpgroups;
     static constexpr uint32_t atoms_per_tile = Config::store_block_m / tokens_per_atom;
     static_assert(num_warps == 4 || num_warps == 8, "num_epilogue_warps must be 4 or 8");
     static_assert(Config::store_block_m % tokens_per_atom == 0 &&
-                      warpgroup_tokens % Config::store_block_m == 0,
-                  "store_block_m must be a multiple of 8 that divides a warpgroup's tokens");
+                      Config::block_m % Config::store_block_m == 0,
+                  "store_block_m must be a multiple of 8 that divides block_m");
 
     uint32_t warp_idx;  // 0 .. num_epilogue_warps - 1
     uint32_t lane_idx;
@@ -68,19 +67,28 @@ struct EpilogueWarp {
     __device__ uint32_t warpgroup_idx() const { return warp_idx / 4; }
     __device__ uint32_t quadrant() const { return warp_idx % 4; }  // 32 TMEM lanes
 
-    // Tokens of the block come in tiles of store_block_m. This warpgroup's first one:
-    __device__ uint32_t first_token() const { return warpgroup_idx() * warpgroup_tokens; }
-    // Tiles with at least one valid token.
+    // Tokens of the block come in tiles of store_block_m, those with at least one valid token. The
+    // first warpgroup has half of them, or one more than the second. This warpgroup's first token:
+    __device__ uint32_t first_token(const Block& block) const {
+        return warpgroup_idx() * num_first_tiles(block) * Config::store_block_m;
+    }
     __device__ uint32_t num_tiles(const Block& block) const {
-        if (block.num_valid_rows <= first_token()) return 0;
-        return ceil_div(min(block.num_valid_rows - first_token(), warpgroup_tokens),
-                        Config::store_block_m);
+        const uint32_t num_first = num_first_tiles(block);
+        return warpgroup_idx() == 0 ? num_first : num_block_tiles(block) - num_first;
     }
 
     __device__ void sync_warpgroup() const {
         ptx::bar_sync(NamedBarrier::first_epilogue_warpgroup, warpgroup_threads, warpgroup_idx());
     }
     __device__ void sync_all() const { ptx::bar_sync(NamedBarrier::epilogue, num_threads); }
+
+ private:
+    static __device__ uint32_t num_block_tiles(const Block& block) {
+        return ceil_div(block.num_valid_rows, Config::store_block_m);
+    }
+    static __device__ uint32_t num_first_tiles(const Block& block) {
+        return ceil_div(num_block_tiles(block), num_warpgroups);
+    }
 };
 
 }  // namespace deep_moe::sm100

@@ -176,16 +176,17 @@ class L1Epilogue {
         }
         const uint32_t num_tiles = warp_.num_tiles(block);
         if (num_tiles == 0) accumulator.release();
-        LaneToken next = load_token(block, warp_.first_token());
+        LaneToken next = load_token(block, warp_.first_token(block));
 #pragma unroll 1  // each part is long
         for (uint32_t part_idx = 0; part_idx < num_parts; ++part_idx) {
             for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
-                const uint32_t token = warp_.first_token() + tile_idx * Config::store_block_m;
+                const uint32_t token = warp_.first_token(block) + tile_idx * Config::store_block_m;
                 // The next tile's come while this one is computed. Behind the last tile, that is
                 // the first one's: what is read for nothing is this warp's own.
                 const LaneToken lane_token = next;
                 const uint32_t next_idx = tile_idx + 1 < num_tiles ? tile_idx + 1 : 0;
-                next = load_token(block, warp_.first_token() + next_idx * Config::store_block_m);
+                next =
+                    load_token(block, warp_.first_token(block) + next_idx * Config::store_block_m);
                 ActivatedAtom atoms[Warp::atoms_per_tile];
                 //~ l1_computed
                 compute_tile(block, accumulator, token, lane_token, factors, biases, part_idx,

@@ -42,7 +42,7 @@ class L2Epilogue {
         const uint32_t num_tiles = exists ? warp_.num_tiles(block) : 0;  //~ l2_tiles
         if (num_tiles == 0) accumulator.release();
         for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
-            const uint32_t token = warp_.first_token() + tile_idx * Config::store_block_m;
+            const uint32_t token = warp_.first_token(block) + tile_idx * Config::store_block_m;
             uint4* destinations[num_steps];
             find_destinations(block, token, destinations);
             //~ l2_tile_read

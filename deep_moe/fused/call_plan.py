@@ -55,7 +55,7 @@ from .gpu import Gpu
 from .options import CALL_TENSORS, CallArguments, call_key, check_values, overrides_of
 
 if TYPE_CHECKING:
-    from deep_moe.tensor_map import TensorMapSpec
+    from deep_moe.emulator.tensor_map import TensorMapSpec
 
     from .buffer import SymmBuffer
     from .symm_memory import DeviceMemory, HostMemory

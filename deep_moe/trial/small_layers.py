@@ -88,9 +88,15 @@ _TRAINED: tuple[dict[str, Any], ...] = (
     {"precision": "fp8", "kept": "quantized", "tokens": "one rank has none"},
     {"precision": "mxfp8", "kept": "received tokens only", "biases": torch.bfloat16},
     {**_ALONE, "slots": "named twice", "activation": Situ(beta=1.0, linear_beta=2.0)},
-    {**_ALONE, "precision": "fp8", "kept": "quantized", "activation": SwigluStep(0.5)},
+    {
+        **_ALONE,
+        "precision": "fp8",
+        "kept": "quantized",
+        "activation": SwigluStep(0.5),
+        "shape": (3, 2, 256, 160),
+    },
     {**_ALONE, "precision": "mxfp8", "kept": "nothing", "activation": GeluTanh()},
-    {**_ALONE, "shape": (5, 4, 128, 64), "slots": "all", "activation": Swiglu(clamp=0.75)},
+    {**_ALONE, "shape": (40, 4, 128, 64), "slots": "all", "activation": Swiglu(clamp=0.75)},
 )
 _PREPARED = {"inputs": "prepared"}  # by a kernel, with no wait between the calls
 _RING = {"pool": SMALL_POOL, "tokens": "many"}

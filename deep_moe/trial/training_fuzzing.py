@@ -40,8 +40,15 @@ Result = TypeVar("Result")
 AXES: dict[str, tuple[Any, ...]] = {
     # One, with all experts; or several over an all-to-all, which one alone may have, too.
     "ranks": ("one", "one and an all-to-all", 2, 3),
-    # Experts of a rank, top-k, hidden, intermediate.
-    "shape": ((2, 2, 128, 32), (3, 3, 128, 96), (1, 1, 256, 64), (5, 4, 128, 64)),
+    # Experts of a rank, top-k, hidden, intermediate. In one, quantized rows and columns have two
+    # scales; one has more experts than a warp has lanes.
+    "shape": (
+        (2, 2, 128, 32),
+        (3, 3, 128, 96),
+        (1, 1, 256, 160),
+        (5, 4, 128, 64),
+        (40, 4, 128, 32),
+    ),
     "steps": (None, *ARCHS[:2]),  # PyTorch's, or a target's kernels: other targets have these, too
     "precision": ("bf16", "mxfp8", "fp8"),
     "w1 and w3": ("apart", "in one"),

@@ -105,15 +105,15 @@ def test_configs_are_chosen_for_uneven_routing_only_where_that_matters(
 def test_a_second_run_finds_everything_in_the_cache(warm_folder: Path):
     kernels = json.loads(run_warmup(warm_folder, *TWO_KERNELS, "--json").stdout)
     assert all(kernel["was_cached"] for kernel in kernels)
-    assert [kernel["first_num_tokens"] for kernel in kernels] == [0, 9]
+    assert [kernel["first_num_tokens"] for kernel in kernels] == [0, 8]
     assert kernels[-1]["last_num_tokens"] == 12
     assert "2 of them were cached" in run_warmup(warm_folder, *TWO_KERNELS).stdout
 
 
 def test_kernels_of_a_tuning_table_are_compiled_too(tmp_path: Path, monkeypatch):
     """An entry holds around 4 tokens only, so the formula's kernel comes back behind it."""
-    sizes = ["--ranks", "2", "--max-tokens", "8", "--experts", "4", "--num-sms", "4"]
-    shape = MoEShape(2, 4, 2, 256, 256, 8)
+    sizes = ["--ranks", "2", "--max-tokens", "7", "--experts", "4", "--num-sms", "4"]
+    shape = MoEShape(2, 4, 2, 256, 256, 7)
     formula = choose_config(shape, 4, num_sms=4).tunable
     entry = TunedEntry(
         4, (("num_stages", 3),), tuple(formula.items()), 1.0, 2.0, "2026-11-21", "abc"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -71,6 +73,20 @@ def test_each_weight_is_quantized_once_and_compared_once(
     run(layer)  # behind it anew
     assert len(counted) > 2 * num_weights
     assert not kept_weights._kept
+
+
+def test_calls_of_both_precisions_have_copies_of_their_own() -> None:
+    layer = layer_of("fp8")
+
+    def call(precision: Any) -> torch.Tensor:
+        x = torch.ones(NUM_TOKENS, HIDDEN).bfloat16()
+        routing = torch.zeros(NUM_TOKENS, 1).long(), torch.ones(NUM_TOKENS, 1)
+        return deep_moe.moe(x, *routing, layer.w1, layer.w3, layer.w2, precision=precision)
+
+    wanted = [call(precision) for precision in PRECISIONS]
+    assert not torch.equal(*wanted)
+    with deep_moe.frozen_weights(layer):
+        assert_same_bits([call(precision) for precision in PRECISIONS], wanted)
 
 
 def changed_in_place(layer: deep_moe.MoELayer) -> None:

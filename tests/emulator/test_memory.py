@@ -199,7 +199,7 @@ def test_unwritten_shared_memory_may_be_read_without_checks():
 
 def test_errors_name_the_source_line():
     out = np.zeros(4, np.uint32)
-    with pytest.raises(OutOfBounds, match=r"source /deep_moe/kernel\.cu:\d+"):
+    with pytest.raises(OutOfBounds, match=r"source /kernel\.cu:\d+"):
         run_kernel("KERNEL()(u32* out) { out[threadIdx.x] = 1; }", out, threads=5)
 
 

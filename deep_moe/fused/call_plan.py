@@ -9,11 +9,12 @@ arguments that are not allowed never find one. Kernels are kept for all buffers.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
@@ -478,12 +479,15 @@ def _make_args(
         image = spec.encode_emulated() if gpu is None else gpu.encode_tensor_map(spec)
         return TensorMap.from_buffer_copy(image)
 
-    for name, specs in operands.tensor_maps.items():
-        if isinstance(specs, tuple):
-            for i, spec in enumerate(specs):
-                getattr(args, name)[i] = encoded(spec)
+    for name, spec in operands.tensor_maps.items():
+        member = getattr(args, name)
+        if isinstance(member, ctypes.Array):
+            columns, num_rows = spec.box
+            for i in range(len(member)):
+                box = (columns, num_rows * (i + 1) // len(member))
+                member[i] = encoded(replace(spec, box=box))
         else:
-            setattr(args, name, encoded(specs))
+            setattr(args, name, encoded(spec))
     for rank, address in enumerate(addresses):
         args.rank_buffers[rank] = address
     if biases is not None:

@@ -55,10 +55,10 @@ def kernels_of(weights: str, kernel: str) -> tuple[TargetWeights, ...]:
 
 class Operands(NamedTuple):
     """How a kernel reaches its tokens and weights: specs of tensor maps and plain addresses, by the
-    members of the kernel's arguments (experts/<kernel>/kernel_args.cuh). A member that is an array
-    has a tuple of specs."""
+    members of the kernel's arguments (experts/<kernel>/kernel_args.cuh). Of a member that is an
+    array it is the last spec; those before copy equal shares of its rows, one more each."""
 
-    tensor_maps: Mapping[str, TensorMapSpec | tuple[TensorMapSpec, ...]]
+    tensor_maps: Mapping[str, TensorMapSpec]
     addresses: Mapping[str, int]
 
 

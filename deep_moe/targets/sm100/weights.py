@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from ..target import Pair
 
 
-KERNEL_ARGS = "deep_moe/experts/sm100/kernel_args.cuh"
-
-
 class Sm100Weights(TargetWeights):
     """data_type: of weights in tensor maps. values_per_element: of those, where they and tokens are
     packed. gate_step: of runs of gate and up, see `interleave_gate_up`. decoded_block_bytes: of
@@ -100,15 +97,13 @@ def weight_scales(config: Sm100Config, name: str, sf: torch.Tensor) -> TensorMap
 
 def sm100_tensor_maps(
     config: Sm100Config, buffer_address: int, values_per_element: int
-) -> dict[str, TensorMapSpec | tuple[TensorMapSpec, ...]]:
+) -> dict[str, TensorMapSpec]:
     """A spec for each tensor map of KernelArgs but those of weights: which tile of what each one
-    copies. Of tokens there are several, the largest last.
+    copies. Of tokens it is the largest copy.
 
     buffer_address: this rank's symmetric buffer. values_per_element: of tokens, where they are
     packed.
     """
-    from deep_moe.jit.cpp_structs import constant
-
     layout = config.symm_buffer_layout
     half_m = config.block_m // 2  # each CTA of a pair loads half of the tokens
     tokens = config.tokens
@@ -135,22 +130,15 @@ def sm100_tensor_maps(
         )
 
     data_type = token_data_type(tokens)
-    box_rows = half_m // constant(KERNEL_ARGS, "num_token_boxes")
-
-    def token_maps(segment_name: str) -> tuple[TensorMapSpec, ...]:
-        return tuple(
-            pool(segment_name, data_type, (block_k, num_rows), Swizzle.B128)
-            for num_rows in range(box_rows, half_m + 1, box_rows)
-        )
-
+    tokens_box = (block_k, half_m)
     # Half of block_n: a pair of gate and up gives one value; without a gate, blocks are stored by
     # halves. A row is as long as its swizzle.
     output_box = (config.block_n // 2 // values_per_element, config.store_block_m)
     output_swizzle = Swizzle.of_row_bytes(tokens.num_bytes(config.block_n // 2))
-    maps: dict[str, TensorMapSpec | tuple[TensorMapSpec, ...]] = {
-        "l1_activations": token_maps("l1_tokens"),
+    maps = {
+        "l1_activations": pool("l1_tokens", data_type, tokens_box, Swizzle.B128),
         "l1_output": pool("l2_tokens", data_type, output_box, output_swizzle),
-        "l2_activations": token_maps("l2_tokens"),
+        "l2_activations": pool("l2_tokens", data_type, tokens_box, Swizzle.B128),
     }
     if tokens.has_scales:
         maps["l2_activation_sf"] = pool("l2_token_sf", DataType.INT32, sf_box)

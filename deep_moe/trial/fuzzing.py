@@ -416,6 +416,16 @@ def rows_of_a_round(sizes: Sequence[int], num_held: int) -> int:
     return align_up(ceil_div(3 * least, 2), CASES_PER_KERNEL)
 
 
+def values_of(
+    axes: Mapping[str, Sequence[Any]], number: int, num_rows: int, **options: int
+) -> dict[str, Any]:
+    """Of each axis, for the case with this number: num_rows of them are a round in which every two
+    values meet. options: of `pairwise`, but seed."""
+    round_idx, row_idx = divmod(number, num_rows)
+    rows = pairwise(tuple(map(len, axes.values())), num_rows, seed=round_idx, **options)
+    return _values(axes, rows[row_idx])
+
+
 @lru_cache(maxsize=64)
 def pairwise(
     sizes: tuple[int, ...], num_rows: int, *, seed: int, num_held: int = 0, hold: int = 1

@@ -105,9 +105,12 @@ class Case:
             shape.num_experts,
             weights=shape.weights,
             biases=shape.biases,
-            arch=self.arch,
-            device="cpu",
-            **{"token_format": shape.token_format, **options},
+            **{
+                "arch": self.arch,
+                "device": "cpu",
+                "token_format": shape.token_format,
+                **options,
+            },
         )
 
     def weights(self) -> dict[str, Any]:

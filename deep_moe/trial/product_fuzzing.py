@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .fuzzing import pairwise
+from .fuzzing import values_of
 from .product_calls import ProductCall
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -25,7 +25,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     "scales": ("by row", "by column"),
     "numbers": ("of any size", "exact", "NaN"),
 }
-_SIZES = tuple(map(len, AXES.values()))
 CASES_PER_ROUND = 60
 _MOST_ROWS = 150  # of an expert, if there are few
 
@@ -47,10 +46,7 @@ class ProductCase:
     @classmethod
     def of(cls, number: int) -> ProductCase:
         """The case with this number; they go through rounds, as in fuzzing.py."""
-        round_idx, row_idx = divmod(number, CASES_PER_ROUND)
-        row = pairwise(_SIZES, CASES_PER_ROUND, seed=round_idx)[row_idx]
-        pairs = zip(AXES.items(), row, strict=True)
-        return cls(number, {axis: values[i] for (axis, values), i in pairs})
+        return cls(number, values_of(AXES, number, CASES_PER_ROUND))
 
     def run(self) -> str:
         """What went wrong, "" if nothing."""

@@ -26,7 +26,7 @@ from deep_moe.split.throughput import AllToAll
 from deep_moe.targets import products_target
 from deep_moe.training.functional import moe
 
-from .fuzzing import ARCHS, CASES_PER_KERNEL, pairwise, rows_of_a_round
+from .fuzzing import ARCHS, CASES_PER_KERNEL, rows_of_a_round, values_of
 from .training_bounds import Formula, bounds_of_layer
 
 MAX_TOKENS = 24  # of a rank
@@ -88,11 +88,8 @@ class TrainingCase:
     @classmethod
     def of(cls, number: int) -> TrainingCase:
         """The case with this number; they go through rounds, as in fuzzing.py."""
-        round_idx, row_idx = divmod(number, CASES_PER_ROUND)
-        how = {"seed": round_idx, "num_held": _NUM_HELD, "hold": CASES_PER_KERNEL}
-        row = pairwise(_SIZES, CASES_PER_ROUND, **how)[row_idx]
-        pairs = zip(AXES.items(), row, strict=True)
-        return cls(number, {axis: values[i] for (axis, values), i in pairs})
+        how = {"num_held": _NUM_HELD, "hold": CASES_PER_KERNEL}
+        return cls(number, values_of(AXES, number, CASES_PER_ROUND, **how))
 
     @property
     def num_ranks(self) -> int:

@@ -49,18 +49,7 @@ def on_gpu(case: Case, counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
 
 
 def experts_of(case: Case) -> GroupedExperts:
-    shape = case.shape
-    return GroupedExperts(
-        shape.num_max_tokens_per_rank,
-        shape.hidden,
-        shape.intermediate_hidden,
-        shape.num_experts,
-        weights=shape.weights,
-        token_format=shape.token_format,
-        biases=shape.biases,
-        num_pool_tokens=shape.num_pool_tokens,
-        device="cuda",
-    )
+    return case.experts(arch=None, device="cuda", num_pool_tokens=case.shape.num_pool_tokens)
 
 
 def rows_of(y: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import time
 from enum import IntEnum
 from functools import lru_cache
 
+from deep_moe.emulator import library
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
 
 from .cpp_structs import CppStruct
@@ -47,6 +48,9 @@ def error_of(status: CppStruct, rank: int) -> MegaMoEError | None:
         if time.monotonic() > deadline:
             return MegaMoEError(f"rank {rank} stopped, and did not get to say why")
         time.sleep(1e-5)
+    # The kernel writes the other fields before the code. Hosts of Arm processors may read them
+    # before the code all the same.
+    library.load().dm_fence()
     where = f"rank {rank}, CTA {status.cta}, warp {status.warp}"
     site = site_text(status.site)
     if status.code == StatusCode.TIMEOUT:

@@ -3,9 +3,11 @@
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from deep_moe.emulator import library
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
 from deep_moe.jit.kernel_args import NO_PEER_RANK, WaitStatus
 from deep_moe.jit.status import StatusCode, error_of, missing_ranks, wait_sites
@@ -80,6 +82,25 @@ def test_a_report_is_read_when_it_is_complete() -> None:
     kernel.start()
     assert "would get 48 rows, padding included; max_recv_rows is 24" in str(error_of(status, 0))
     kernel.join()
+
+
+@pytest.mark.parametrize("first", [StatusCode.TIMEOUT, StatusCode.REPORTING])
+def test_fields_are_read_behind_a_fence(monkeypatch: pytest.MonkeyPatch, first: StatusCode) -> None:
+    """As on a processor that reads ahead: until the fence, fields are as they were."""
+    status = WaitStatus(code=first)
+
+    def fence() -> None:
+        assert status.code == StatusCode.TIMEOUT
+        status.cta, status.warp, status.seen = 3, 2, 7
+
+    def sleep(seconds: float) -> None:
+        status.code = StatusCode.TIMEOUT
+
+    monkeypatch.setattr(library, "load", lambda: SimpleNamespace(dm_fence=fence))
+    monkeypatch.setattr("time.sleep", sleep)
+    text = str(error_of(status, rank=0))
+    assert "CTA 3, warp 2 waited" in text
+    assert text.endswith("saw 7")
 
 
 def test_a_kernel_that_is_ended_in_its_report_is_an_error() -> None:

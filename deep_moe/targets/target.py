@@ -68,7 +68,8 @@ class TargetWeights(ABC):
     weights, token_format: the formats' names. policy: the struct that the kernel has of the pair as
     `Config::Weights`, in deep_moe/weights/<weights>/<kernel>.cuh. fuzz_tiles: overrides of config
     fields that stand for all kinds of main loop; as many for each pair of a target. scale_block:
-    rows and values along K of which the kernel applies one scale.
+    rows and values along K of which the kernel applies one scale. larger_scale_blocks: of which
+    checkpoints have one, such that each is the scale of all the kernel's in it.
     """
 
     weights: ClassVar[str]
@@ -76,6 +77,7 @@ class TargetWeights(ABC):
     policy: str
     fuzz_tiles: ClassVar[tuple[Mapping[str, int], ...]]
     scale_block: ClassVar[tuple[int, int]] = SCALE_GROUP
+    larger_scale_blocks: ClassVar[tuple[tuple[int, int], ...]] = ()
 
     @property
     def tokens(self) -> TokenFormat:

@@ -100,6 +100,8 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         # Rows: one for each token, or so few that calls with many tokens use them again.
         "pool": (None, SMALL_POOL),
         # So far all is compiled in.
+        # Of weights: as many as the kernel applies, or fewer, where a checkpoint may have fewer.
+        "scales": ("the kernel's", "fewer", "fewest"),
         # By hand, one call after the other; by `prepare_inputs`, with no wait between the calls.
         "inputs": ("filled", "prepared"),
         "tokens": ("any", "few", "many", "one rank has none"),
@@ -235,6 +237,14 @@ class FuzzCase:
         return target_of(self.arch).weights_of(*self._formats)
 
     @property
+    def scale_block(self) -> tuple[int, int]:
+        """Rows and values along K that share a scale of the case's weights."""
+        weights, scales = self.target_weights, self.values.get("scales", "the kernel's")
+        if scales == "the kernel's" or not weights.larger_scale_blocks:
+            return weights.scale_block
+        return weights.larger_scale_blocks[0 if scales == "fewer" else -1]
+
+    @property
     def _formats(self) -> tuple[WeightsName, TokenFormatName]:
         """Of the weights, and of the tokens."""
         weights, _, tokens = self.values["weights"].partition(BESIDE)
@@ -253,7 +263,7 @@ class FuzzCase:
 
     def run(self) -> str:
         """What went wrong, "" if nothing."""
-        layer = exact_layer(self.shape, seed=1, scale_block=self.target_weights.scale_block)
+        layer = exact_layer(self.shape, seed=1, scale_block=self.scale_block)
         calls = self.inputs()
         try:
             outputs = self._outputs(layer, calls)

@@ -30,6 +30,7 @@ _FUSED: dict[str, Any] = {
     "y": "written",
     "chunks": "chosen",
     "pool": None,
+    "scales": "the kernel's",
     "inputs": "filled",
     "tokens": "any",
     "slots": "all",
@@ -37,7 +38,11 @@ _FUSED: dict[str, Any] = {
     "schedule": "random",
 }
 _SPLIT: dict[str, Any] = {
-    **{axis: value for axis, value in _FUSED.items() if axis not in ("y", "chunks", "inputs")},
+    **{
+        axis: value
+        for axis, value in _FUSED.items()
+        if axis not in ("y", "chunks", "scales", "inputs")
+    },
     "shape": (2, 6, 2, 512, 128),
     "placement": "ranks",
     "kernels": "one",
@@ -119,12 +124,14 @@ def _cases() -> Iterator[Case]:
     yield fused(
         "sm_100a", "mxfp4 x mxfp8", **_RING, **{"shared experts": 1}, chunks="of several sizes"
     )
-    yield fused("sm_100a", "fp8 x mxfp8", **_PREPARED, slots="unused", **_BIASED, **_LIMITED)
+    yield fused(
+        "sm_100a", "fp8 x mxfp8", **_PREPARED, slots="unused", scales="fewer", **_BIASED, **_LIMITED
+    )
     yield fused("sm_100a", "bf16 x bf16", **_EMPTY, slots="all to one expert", y="added to")
     yield fused(
         "sm_90a", "mxfp4 x mxfp8", **_PREPARED, **_EMPTY, **{"shared experts": 3, "tile": 2}
     )
-    yield fused("sm_90a", "fp8 x mxfp8", **_RING, **_BIASED, tile=3)
+    yield fused("sm_90a", "fp8 x mxfp8", **_RING, **_BIASED, tile=3, scales="fewest")
     yield fused(
         "sm_90a", "fp8 x fp8_128", slots="named twice", values="NaN", chunks="of several sizes"
     )
@@ -133,9 +140,16 @@ def _cases() -> Iterator[Case]:
     yield fused("sm_90a", "mxfp4 x bf16", **_RING, tile=2, turns="of one m-block", y="added to")
     yield fused("sm_90a", "nvfp4 x bf16", **_EMPTY, **_BIASED, tile=3)
     yield fused("sm_100a", "nvfp4 x nvfp4", **_PREPARED, values="NaN", tile=2, **_LIMITED)
-    yield fused("sm_100a", "fp8 x fp8_token", **_PREPARED, slots="named twice", **_BIASED)
+    yield fused(
+        "sm_100a",
+        "fp8 x fp8_token",
+        **_PREPARED,
+        **_BIASED,
+        slots="named twice",
+        scales="fewest",
+    )
     yield fused("sm_100a", "mxfp8 x mxfp8", **_EMPTY, slots="unused")
-    yield fused("sm_90a", "int4 x bf16", **_PREPARED, tile=2, slots="unused")
+    yield fused("sm_90a", "int4 x bf16", **_PREPARED, tile=2, slots="unused", scales="fewest")
     yield fused("sm_100a", "mxfp4 x bf16", **_RING, tile=2, y="added to")
     yield fused("sm_100a", "nvfp4 x bf16", **_EMPTY, **_BIASED, tile=3)
     yield fused("sm_100a", "int4 x bf16", **_PREPARED, values="NaN", tile=1, **_LIMITED)

@@ -7,7 +7,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from deep_moe.emulator.tensor_map import DataType
-from deep_moe.formats.sizes import WHOLE_ROW
+from deep_moe.formats.sizes import WHOLE_MATRIX, WHOLE_ROW
 from deep_moe.targets.sm100.weights import Sm100Weights
 
 from .on_target import Fp8OnTarget
@@ -28,6 +28,7 @@ class Sm100Fp8(Fp8OnTarget, Sm100Weights):
     token_format = "mxfp8"
     policy = "Fp8Weights"
     scale_words = "UE8M0 scales per 32"
+    larger_scale_blocks = (WHOLE_ROW, (128, 128), WHOLE_MATRIX)
     data_type = DataType.UINT8
 
     @property
@@ -65,6 +66,7 @@ class Sm100Fp8RowScaled(Fp8OnTarget, Sm100Weights):
     policy = "Fp8RowScaledWeights"
     scale_words = "a float32 scale for each row"
     scale_block = WHOLE_ROW
+    larger_scale_blocks = (WHOLE_MATRIX,)
     data_type = DataType.UINT8
 
     @property

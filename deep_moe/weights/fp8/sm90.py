@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from deep_moe.formats.sizes import WHOLE_ROW
+from deep_moe.formats.sizes import WHOLE_MATRIX, WHOLE_ROW
 from deep_moe.heuristics.sm90_tiles import LARGE_FITTED_TILE, TILES, UNEVEN_TILE, WeightKind
 from deep_moe.targets.sm90.weights import SHARED_OPERAND_FUZZ_TILES, Sm90Weights
 
@@ -49,6 +49,7 @@ class Sm90Fp8(Fp8OnTarget, Sm90Weights):
     policy = "Fp8Weights"
     scale_words = "float32 scales per 128 x 128"
     scale_block = (128, 128)
+    larger_scale_blocks = (WHOLE_MATRIX,)
     kind = WeightKind(
         32768,
         False,
@@ -163,6 +164,7 @@ class Sm90Fp8RowScaled(Fp8OnTarget, Sm90Weights):
     policy = "Fp8RowScaledWeights"
     scale_words = "a float32 scale for each row"
     scale_block = WHOLE_ROW
+    larger_scale_blocks = (WHOLE_MATRIX,)
     kind = WeightKind(
         32768,
         True,

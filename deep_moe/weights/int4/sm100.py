@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class Sm100Int4Bf16(Sm100DecodedWeights):
     weights = "int4"
     policy = "Int4Bf16Weights"
+    larger_scale_blocks = ((1, 128),)
     decoded_block_bytes = decoded_block_bytes(4)
 
     @property

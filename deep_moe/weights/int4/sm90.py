@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class Sm90Int4Bf16(Sm90DecodedWeights):
     weights = "int4"
     policy = "Int4Bf16Weights"
+    larger_scale_blocks = ((1, 128),)
     kind = bf16_decoded_kind(9216)
 
     @property

@@ -18,6 +18,8 @@ SHA-256 of each), `digest` (of all of these).
 KernelCache(folder=None) lists (`entries`), checks and clears a cache; see cache.py, which also says
 where the folder is. `prune` deletes what no call takes any more.
 
+`kernel_counts()` says how many kernels this process has compiled, read and loaded.
+
 The logger `deep_moe.jit` says at INFO what is compiled and what is waited for, at DEBUG what is
 loaded.
 """
@@ -35,6 +37,7 @@ from deep_moe.emulator.nvrtc import options_with
 from deep_moe.targets import target_of
 
 from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache, make_key
+from .counts import KernelCounts, count, kernel_counts
 from .headers import find_headers
 from .nvrtc import compile_source, compile_to_ptx, compiler_version
 from .render import (
@@ -64,6 +67,7 @@ __all__ = [
     "DamagedEntryWarning",
     "EntryReport",
     "KernelCache",
+    "KernelCounts",
     "build",
     "build_low_latency",
     "build_prepare_inputs",
@@ -73,6 +77,7 @@ __all__ = [
     "compile_source",
     "compile_to_ptx",
     "find_headers",
+    "kernel_counts",
     "low_latency_name",
     "outdated",
     "prune",
@@ -170,7 +175,10 @@ def compile_cached(
     """
     provenance = {"kernel": kernel, **_made_with()}
 
+    is_compiled = False
+
     def compile_kernel() -> tuple[dict[str, bytes], dict[str, Any]]:
+        nonlocal is_compiled
         arguments: dict[str, Any] = {
             "arch": arch,
             "include_paths": find_headers().include_paths,
@@ -189,6 +197,7 @@ def compile_cached(
             files["kernel.cubin"] = compilation.cubin
         files["kernel.ptx"] = ptx.encode()
         seconds = round(time.perf_counter() - started, 3)
+        is_compiled = True
         logger.info("%s: compiled in %.1f s", key, seconds)
         manifest = {
             **provenance,
@@ -208,9 +217,12 @@ def compile_cached(
     if for_emulator:
         complete = cache.load(key)
         if complete is not None:
+            count(read=1)
             return complete
         key = make_key(arch, {**parts, "results": ["ptx"]})
-    return cache.load_or_compile(key, compile_kernel)
+    found = cache.load_or_compile(key, compile_kernel)
+    count(compiled=is_compiled, read=not is_compiled)
+    return found
 
 
 def outdated(entries: Iterable[EntryReport]) -> set[str]:

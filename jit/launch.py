@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from .counts import count
+
 if TYPE_CHECKING:
     import torch
 
@@ -231,6 +233,7 @@ class CudaLauncher:
         self._get_current_context = driver.cuCtxGetCurrent
         self._launch_kernel = _launch_function()
         self._of_thread = _OfThread(function, num_threads, smem_bytes, is_cooperative)
+        count(loaded=1)
 
     def launch(self, args: ctypes.Structure, num_ctas: int, stream: int) -> None:
         """Enqueue one call on a stream (a cudaStream_t) of the launcher's context. The arguments

@@ -20,7 +20,7 @@ from deep_moe.heuristics.shape import require_int
 
 from . import compile_worker, input_preparation
 from .buffer import SymmBuffer
-from .call_plan import choose_all, config_chooser, cuda_launcher
+from .call_plan import built_kernel, choose_all, config_chooser, cuda_launcher
 from .checks import require_type
 from .compile_worker import CompileWork
 from .options import CallOptions, given_options, with_plain_options
@@ -57,8 +57,8 @@ class CompilingKernels:
         return self._process.poll() is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until all are in the cache, and on a GPU loaded in this process: no call of the buffer
-        compiles, loads or chooses anything then.
+        """Until all are in the cache and read, and on a GPU loaded in this process: no call of the
+        buffer compiles, reads, loads or chooses anything then (`deep_moe.jit.kernel_counts`).
 
         Args:
             timeout_s: how long to wait, in seconds; None: until all are there.
@@ -76,16 +76,21 @@ class CompilingKernels:
         if status != 0:
             said = self._said.decode(errors="replace").strip()
             raise DeepMoEError(f"kernels were not compiled ahead (exit status {status}):\n{said}")
-        if self._gpu is not None:
-            _load(self._work, self._gpu)
+        _load(self._work, self._gpu)
 
 
-def _load(work: CompileWork, gpu: Gpu) -> None:
-    """What is loaded already is kept."""
+def _load(work: CompileWork, gpu: Gpu | None) -> None:
+    """What is loaded already is kept. For the emulator, that a kernel is read is all."""
     for _, _, config in choose_all(work.choose).uses:
-        cuda_launcher(config, gpu)
+        if gpu is None:
+            built_kernel(config, for_emulator=True)
+        else:
+            cuda_launcher(config, gpu)
     for preparation in work.preparations:
-        input_preparation.cuda_launcher(preparation, gpu)
+        if gpu is None:
+            input_preparation.built_kernel(preparation, for_emulator=True)
+        else:
+            input_preparation.cuda_launcher(preparation, gpu)
 
 
 @with_plain_options

@@ -289,7 +289,7 @@ def _prepare_inputs(
         if written[name].numel()
     ]
     config = plan.config
-    kernel = _kernel(config, for_emulator=True)
+    kernel = built_kernel(config, for_emulator=True)
     launch = RankLaunch(0, kernel, plan.num_ctas, config.num_threads, 0, args, tuple(memory))
     run_emulated([launch], seed=0, checks=True, clock="virtual")
 
@@ -463,11 +463,11 @@ def _make_plan(
 
 
 @lru_cache(maxsize=64)
-def _kernel(config: PrepareInputsConfig, for_emulator: bool = False) -> CompiledKernel:
+def built_kernel(config: PrepareInputsConfig, for_emulator: bool = False) -> CompiledKernel:
     return jit.build_prepare_inputs(config, for_emulator=for_emulator)
 
 
 @lru_cache(maxsize=64)
 def cuda_launcher(config: PrepareInputsConfig, gpu: Gpu) -> CudaLauncher:
     """One per kernel and device: a module belongs to the device's context."""
-    return gpu.load(_kernel(config), num_threads=config.num_threads)
+    return gpu.load(built_kernel(config), num_threads=config.num_threads)

@@ -59,7 +59,11 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def switch() -> None:
         # A launch that fails would leave a buffer that refuses further calls.
-        for kernel_of in (call_plan.built_kernel, input_preparation._kernel, kernels.built_kernel):
+        for kernel_of in (
+            call_plan.built_kernel,
+            input_preparation.built_kernel,
+            kernels.built_kernel,
+        ):
             kernel_of.cache_clear()
         monkeypatch.setattr(jit, "_build", take)
         monkeypatch.setattr(Machine, "launch", take)

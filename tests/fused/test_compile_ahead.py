@@ -60,6 +60,8 @@ def test_calls_find_all_kernels_in_the_cache(
 ):
     options: dict[str, Any] = {"arch": arch, "accumulate": True}
     with closing(small_buffer()) as buffer:
+        for cached in (call_plan.built_kernel, input_preparation.built_kernel):
+            cached.cache_clear()  # of kernels in other folders
         compiling = deep_moe.compile_ahead(buffer, "swiglu", 10.0, num_workers=2, **options)
         compiling.wait(300)
         assert compiling.is_done
@@ -70,11 +72,25 @@ def test_calls_find_all_kernels_in_the_cache(
         )
         weights = deep_moe.transform_weights_for_mega_moe(l1, l2, arch=arch)
         monkeypatch.setattr(jit, "compile_to_ptx", None)  # what would be called
-        call_plan.built_kernel.cache_clear()
-        for num_tokens in (0, 1, 9, 24):
+
+        def call(num_tokens: int) -> None:
             y = torch.zeros(num_tokens, 256, dtype=torch.bfloat16)
-            buffer.topk_idx[:num_tokens] = -1
+            ids, slots = torch.full((num_tokens, 2), -1), torch.zeros(num_tokens, 2)
+            deep_moe.prepare_inputs(y, ids, slots, buffer, arch=arch)
             deep_moe.fp8_fp4_mega_moe(y, *weights, buffer, activation_clamp=10.0, **options)
+
+        counts = jit.kernel_counts()
+        for num_tokens in (0, 1, 9, 24):
+            for flag in (0, RECEIVED_UNEVENLY):
+                buffer.memory.status.received = 2 * num_tokens | flag
+                call(num_tokens)
+        assert jit.kernel_counts() == counts  # nothing is compiled or read
+        assert keys(cache) == before
+        call_plan.built_kernel.cache_clear()
+        input_preparation.built_kernel.cache_clear()
+        buffer.memory.status.received = 0
+        call(9)
+        assert jit.kernel_counts() == counts._replace(read=counts.read + 2)
         assert keys(cache) == before
 
         deep_moe.compile_ahead(buffer, "swiglu", 10.0, **options).wait(300)
@@ -148,7 +164,7 @@ def test_no_call_behind_it_loads_compiles_or_chooses_anything(
     for cached in (
         call_plan.built_kernel,
         call_plan._choose_one,
-        input_preparation._kernel,
+        input_preparation.built_kernel,
         input_preparation.cuda_launcher,
     ):
         cached.cache_clear()
@@ -180,7 +196,7 @@ def test_no_call_behind_it_loads_compiles_or_chooses_anything(
                     slots = torch.zeros(num_tokens, num_topk)
                     deep_moe.prepare_inputs(x, slots.to(ids), slots.to(weights), layers.buffer)
     assert CountingGpu.num_loads == num_loaded
-    for cached in (call_plan.built_kernel, input_preparation._kernel):
+    for cached in (call_plan.built_kernel, input_preparation.built_kernel):
         cached.cache_clear()
     input_preparation.cuda_launcher.cache_clear()
 

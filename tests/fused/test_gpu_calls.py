@@ -11,10 +11,10 @@ import torch
 
 import deep_moe
 from deep_moe import jit
-from deep_moe.fused import call_plan, config_chooser
+from deep_moe.fused import call_plan, config_chooser, input_preparation
 from deep_moe.fused.bounded_cache import BoundedCache
-from deep_moe.fused.gpu import Gpu
 from deep_moe.heuristics import MoEShape
+from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
 from deep_moe.trial.calls import fill_inputs
 from deep_moe.trial.synthetic import exact_tokens
 from tests.layer.rank_layer import RankLayer, this_gpu
@@ -84,18 +84,46 @@ def test_a_later_call_allocates_nothing_waits_for_nothing_and_runs_on_the_curren
 def test_no_call_behind_compile_ahead_compiles_loads_or_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """However many tokens it has, whatever the experts received and how evenly, in graphs and
+    outside, the preparation of its inputs too; and without `compile_ahead` the first call does."""
     monkeypatch.setenv("DEEP_MOE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(call_plan, "_launchers", BoundedCache(256))
     monkeypatch.setattr(call_plan, "_chosen", BoundedCache(64))
     call_plan.built_kernel.cache_clear()
+    input_preparation.built_kernel.cache_clear()
+    input_preparation.cuda_launcher.cache_clear()
     layer = FilledLayer(96)
     deep_moe.compile_ahead(layer.buffer).wait(300)
-    monkeypatch.setattr(jit, "compile_source", None)  # what would be called
-    monkeypatch.setattr(Gpu, "load", None)
-    monkeypatch.setattr(config_chooser, "choose_config", None)
+    before = jit.kernel_counts()
+    assert before.loaded >= 5  # those that prepare inputs among them
+    monkeypatch.setattr(config_chooser, "choose_config", None)  # what would be called
     for num_tokens in (96, 1, 40, 0):
         layer.launch(layer.y[:num_tokens])
         layer.check(num_tokens)
+    status = layer.buffer.memory.status
+    for num_tokens in range(97):
+        for flag in (0, RECEIVED_UNEVENLY):
+            status.received = 2 * num_tokens | flag
+            layer.launch(layer.y[:num_tokens])
+    layer.finish()
+    for ids in (torch.int32, torch.int64):
+        for weights in (torch.float32, torch.bfloat16):
+            x = torch.ones(3, 512, dtype=torch.bfloat16, device="cuda")
+            slots = torch.zeros(3, 2, device="cuda")
+            deep_moe.prepare_inputs(x, slots.to(ids), slots.to(weights), layer.buffer)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layer.launch(layer.y[:3])
+    graph.replay()
+    layer.finish()
+    assert jit.kernel_counts() == before
+
+    call_plan._launchers.clear()
+    call_plan.built_kernel.cache_clear()
+    layer.buffer.caches.clear()
+    layer.launch(layer.y[:3])
+    layer.finish()
+    assert jit.kernel_counts() == before._replace(read=before.read + 1, loaded=before.loaded + 1)
 
 
 def test_threads_with_a_buffer_each() -> None:

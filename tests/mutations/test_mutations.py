@@ -235,7 +235,7 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    kernels = (call_plan.built_kernel, input_preparation._kernel)
+    kernels = (call_plan.built_kernel, input_preparation.built_kernel)
     if header_edits(mutation):
         with planted_in_headers(mutation, tmp_path, monkeypatch, *kernels):
             yield mutation

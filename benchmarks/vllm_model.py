@@ -1,0 +1,221 @@
+"""A whole model in vLLM for benchmarks: of random weights that are made where they lie, with its
+experts run by deep_moe or by the kernel that vLLM chooses."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32000, 16, 4, 128
+MAX_MODEL_LEN = 4096
+# UE8M0 of 2^-8: products of random E2M1 codes and tokens of 4096 values then have values around 1.
+EXPERT_SCALE_BYTE = 119
+# For processes of an engine: nothing is fetched or sent.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_COLOR": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
+
+def write_config(
+    folder: Path, *, layers: int, experts: int, topk: int, hidden: int, intermediate: int
+) -> None:
+    """The only file that an engine reads of the model: Qwen3-MoE's shape, because engines run its
+    attention on any GPU, with MXFP4 experts."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "torch_dtype": "bfloat16",
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "moe_intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_experts": experts,
+        "num_experts_per_tok": topk,
+        "norm_topk_prob": True,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "quantization_config": {"quant_method": "mxfp4"},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+class VllmModel:
+    """vLLM's engine with the model in `folder`, asked for tokens step by step.
+
+    gpus: of one engine, over which attention is spread by heads and experts by expert parallelism.
+    step_tokens: most tokens of a step, None for vLLM's default.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        gpus: int,
+        max_requests: int,
+        step_tokens: int | None,
+        memory: float,
+        commit: str | None,
+    ) -> None:
+        from vllm import LLM, SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        started = time.perf_counter()
+        llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=max_requests,
+            max_num_batched_tokens=step_tokens,
+            gpu_memory_utilization=memory,
+            enable_prefix_caching=False,
+            tensor_parallel_size=gpus,
+            enable_expert_parallel=gpus > 1,
+            worker_extension_cls=f"{VllmWorker.__module__}.{VllmWorker.__name__}",
+        )
+        self.start_seconds = time.perf_counter() - started
+        self._llm = llm
+        self._engine = llm.llm_engine
+        self._commit = commit
+        self._tokens_input = tokens_input
+        self._options = partial(
+            SamplingParams,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def add(self, name: str, prompt: Sequence[int], new_tokens: int) -> None:
+        """A request from now on."""
+        options = self._options(max_tokens=new_tokens)
+        self._engine.add_request(name, self._tokens_input([*prompt]), options)
+
+    def step(self) -> list[tuple[str, int]]:
+        """Wait for what one step of the model makes: requests by name, and how many new tokens each
+        of them has."""
+        return [
+            (output.request_id, len(output.outputs[0].token_ids)) for output in self._engine.step()
+        ]
+
+    def layers(self) -> dict[str, str]:
+        """Who runs the experts of each layer, on every GPU; see `experts_of_layers`."""
+        said = self._ask("experts_of_layers")
+        return {f"{name}, GPU {i}": who for i, own in enumerate(said) for name, who in own.items()}
+
+    def kernel_counts(self) -> list[dict[str, int]]:
+        """Of each GPU's process: the kernels that deep_moe compiled, read and loaded until now."""
+        return self._ask("kernel_counts")
+
+    def machine(self) -> dict[str, Any]:
+        """What is measured on, and with."""
+        found: dict[str, Any] = self._ask("machine", self._commit)[0]
+        return found
+
+    def _ask(self, name: str, *arguments: Any) -> list[Any]:
+        return self._llm.collective_rpc(f"benchmark_{name}", args=arguments)
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        with suppress(AttributeError):  # an engine in this process has none
+            self._engine.engine_core.shutdown()
+
+
+class VllmWorker:
+    """What a vLLM worker's class gets beside its own methods."""
+
+    @staticmethod
+    def init_worker_extension(worker: Any) -> None:
+        """Before the model is made. A checkout has no entry point by which vLLM would find the
+        adapter; an installed deep_moe is registered already, and twice does not matter."""
+        from deep_moe.integrations.vllm import register
+
+        register()
+        make_dummy_weights_random()
+
+    def benchmark_experts_of_layers(self) -> dict[str, str]:
+        return experts_of_layers(self.model_runner.get_model())  # type: ignore[attr-defined]
+
+    def benchmark_kernel_counts(self) -> dict[str, int]:
+        from deep_moe import jit
+
+        return jit.kernel_counts()._asdict()
+
+    def benchmark_machine(self, commit: str | None) -> dict[str, Any]:
+        from deep_moe.trial.timing import machine
+
+        return machine(torch.device("cuda", torch.cuda.current_device()), commit)
+
+
+def experts_of_layers(model: torch.nn.Module) -> dict[str, str]:
+    """Who runs the experts of each layer: "deep_moe", or the name of vLLM's class."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from deep_moe.integrations.vllm.routed_experts import DeepMoEMethod
+
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, RoutedExperts):
+            continue
+        method = module.quant_method
+        if isinstance(method, DeepMoEMethod):
+            found[name] = "deep_moe"
+        else:
+            kernel = getattr(method, "moe_kernel", None)
+            experts = method if kernel is None else kernel.fused_experts
+            found[name] = type(experts).__name__
+    return found
+
+
+def make_dummy_weights_random() -> None:
+    """From now on, vLLM's loader of made-up weights gives this process's models weights as trained
+    ones are spread. Its own are so small that a router's choices follow from the token alone."""
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    vllms = DummyModelLoader.load_weights
+    if vllms.__module__ == __name__:
+        return
+
+    def load_weights(self: Any, model: torch.nn.Module, model_config: Any) -> None:
+        vllms(self, model, model_config)
+        fill_randomly(model)
+
+    load_weights.__module__ = __name__
+    DummyModelLoader.load_weights = load_weights
+
+
+def fill_randomly(model: torch.nn.Module) -> None:
+    """Matrices of a variance of 1 over their width, norms of ones; MXFP4 experts of random codes
+    with one scale."""
+    for seed, (name, parameter) in enumerate(model.named_parameters()):
+        values = parameter.data
+        generator = torch.Generator(values.device).manual_seed(seed)
+        if values.dtype == torch.uint8 and "scale" in name:
+            values.fill_(EXPERT_SCALE_BYTE)
+        elif values.dtype == torch.uint8:
+            values.random_(0, 256, generator=generator)
+        elif values.is_floating_point() and values.ndim < 2:
+            values.fill_(1.0)
+        elif values.is_floating_point():
+            std = 1.0 if "embed" in name else values.shape[-1] ** -0.5
+            values.normal_(0.0, std, generator=generator)

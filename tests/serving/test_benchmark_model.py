@@ -1,0 +1,135 @@
+"""What the benchmark of whole models asks of vLLM: its classes take the options, the worker's
+methods and the weights. The engine itself needs a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import vllm_model
+from benchmarks.vllm_model import (
+    VllmModel,
+    VllmWorker,
+    experts_of_layers,
+    make_dummy_weights_random,
+    write_config,
+)
+
+from .test_vllm import INTERMEDIATE, NAME, installed, make_runner, world
+
+vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
+
+__all__ = ["installed"]  # a fixture
+
+
+class Engine:
+    """Of a model that has made two tokens of one request."""
+
+    def __init__(self) -> None:
+        self.added: list[Any] = []
+        self.engine_core = SimpleNamespace(shutdown=lambda: self.added.append("shut down"))
+
+    def add_request(self, *request: Any) -> None:
+        self.added.append(request)
+
+    def step(self) -> list[Any]:
+        return [SimpleNamespace(request_id="7", outputs=[SimpleNamespace(token_ids=[5, 6])])]
+
+
+def test_the_engine_is_made_and_asked_as_vllm_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    asked = []
+
+    class Llm:
+        def __init__(self, **options: Any) -> None:
+            self.options = EngineArgs(**options)
+            self.llm_engine = Engine()
+
+        def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+            asked.append((method, *args))
+            assert callable(getattr(VllmWorker, method))
+            return [{"a": 1}, {"b": 2}]
+
+    monkeypatch.setattr(vllm, "LLM", Llm)
+    write_config(tmp_path, layers=2, experts=4, topk=2, hidden=256, intermediate=128)
+    assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 4
+    model = VllmModel(
+        tmp_path, gpus=2, max_requests=256, step_tokens=None, memory=0.8, commit="abc"
+    )
+    options, engine = model._llm.options, model._engine
+    assert (options.tensor_parallel_size, options.enable_expert_parallel) == (2, True)
+    assert resolve_obj_by_qualname(options.worker_extension_cls) is VllmWorker
+    model.add("7", [1, 2, 3], 9)
+    (name, prompt, params) = engine.added[0]
+    assert (name, prompt["type"], prompt["prompt_token_ids"]) == ("7", "token", [1, 2, 3])
+    assert isinstance(params, SamplingParams)
+    assert (params.max_tokens, params.output_kind) == (9, RequestOutputKind.DELTA)
+    assert model.step() == [("7", 2)]
+    assert model.layers() == {"a, GPU 0": 1, "b, GPU 1": 2}
+    assert model.kernel_counts() == [{"a": 1}, {"b": 2}]
+    assert model.machine() == {"a": 1}
+    assert asked[-1] == ("benchmark_machine", "abc")
+    model.close()
+    assert engine.added[-1] == "shut down"
+
+
+def test_no_method_of_a_worker_is_replaced():
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    own = {name for name in vars(VllmWorker) if not name.startswith("__")}
+    assert own - {"init_worker_extension"} == {name for name in own if "benchmark" in name}
+    assert not own & set(dir(WorkerBase))
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_made_up_weights_are_random_and_who_runs_them_is_told(
+    is_ours: bool, installed: Any, monkeypatch: pytest.MonkeyPatch
+):
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    monkeypatch.setattr(DummyModelLoader, "load_weights", DummyModelLoader.load_weights)
+    if is_ours:
+        installed("sm_90a")
+    else:
+        monkeypatch.setenv("DEEP_MOE_VLLM", "0")
+    filled = []
+    fill = vllm_model.fill_randomly
+    monkeypatch.setattr(
+        vllm_model, "fill_randomly", lambda model: (filled.append(model), fill(model))
+    )
+    VllmWorker.init_worker_extension(None)
+    make_dummy_weights_random()  # as in a process with two models
+    with world() as config:
+        config.load_config.load_format = "dummy"
+        runner = make_runner("mxfp4" if is_ours else "bf16")
+        model = torch.nn.Module()
+        model.experts = runner
+        model.gate = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+        model.norm = torch.nn.RMSNorm(64)
+        DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, None)
+        assert filled == [model]
+        assert float(model.gate.weight.detach().float().std()) == pytest.approx(64**-0.5, rel=0.1)
+        assert bool((model.norm.weight == 1).all())
+        layer = runner.routed_experts
+        if is_ours:
+            assert (layer.w13_weight.unique().numel(), layer.w13_weight.shape[1]) == (
+                256,
+                2 * INTERMEDIATE,
+            )
+            assert layer.w2_weight_scale.unique().tolist() == [vllm_model.EXPERT_SCALE_BYTE]
+            layer.quant_method.process_weights_after_loading(layer)
+        names = list(experts_of_layers(model).values())
+        assert len(names) == 1
+        assert (names[0] == "deep_moe") == is_ours, NAME

@@ -313,9 +313,8 @@ SM100_MUTATIONS = (
         "epilogue_without_acquire",
         replaced(
             "block_arrived",
-            "(epilogue_warp_idx != 0 || L1Epilogue<Config>::is_idle(block) || "
-            "wait_for_dispatch(local, block, waiter)) &&",
-            "",
+            "wait_for_dispatch(local, block, waiter)",
+            "true",
         ),
         "race",
     ),
@@ -508,8 +507,17 @@ SM100_MUTATIONS = (
     # ---- Linear2 epilogue
     M("l2_one_row_too_many", replaced("l2_valid_row", "<", "<="), "race|result|misuse"),
     M("l2_read_before_staged", removed("l2_tile_staged"), "race|misuse"),
+    M(
+        "l2_source_of_another_warp",
+        replaced("l2_sources", "min(token, block.num_valid_rows - 1)", "0"),
+        "race|result",
+    ),
     M("l2_staged_before_read", removed("l2_tile_read"), "race"),
-    M("l2_block_that_does_not_exist", replaced("l2_tiles", "exists", "true"), "race|result|misuse"),
+    M(
+        "l2_block_that_does_not_exist",
+        replaced("l2_tiles", "exists(block)", "true"),
+        "race|result|misuse",
+    ),
     # ---- combine
     M(
         "handover_without_fence",

@@ -54,14 +54,24 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         const RowBiases biases = load_row_biases(args, linear, block, warp);
         const RowFactors factors = load_row_factors(args, linear, block, warp);
         // The epilogues read routing weights and destinations. The commit behind the MMAs does not
-        // hand these over: it only says that the MMAs are done. One warp acquires them for all.
+        // hand these over: it only says that the MMAs are done. One warp acquires them for all, and
+        // their way from L2 is over before the MMAs are.
         //~ block_arrived
-        const bool arrived =
-            (epilogue_warp_idx != 0 || L1Epilogue<Config>::is_idle(block) ||
-             wait_for_dispatch(local, block, waiter)) &&
-            waiter.warp_mbarrier(WaitSite::accumulator_full,
-                                 smem.tmem_full_barriers(accumulators.stage), accumulators.parity);
+        const bool arrived = epilogue_warp_idx != 0 || L1Epilogue<Config>::is_idle(block) ||
+                             wait_for_dispatch(local, block, waiter);
         if (!all_arrived(arrived)) return;
+        LaneToken first_token;
+        typename L2Epilogue<Config>::Sources sources;
+        if (block.phase == Phase::linear1) {
+            first_token = l1_epilogue.load_first_token(block);
+        } else {
+            sources = l2_epilogue.find_sources(block);
+        }
+        if (!all_arrived(waiter.warp_mbarrier(WaitSite::accumulator_full,
+                                              smem.tmem_full_barriers(accumulators.stage),
+                                              accumulators.parity))) {
+            return;
+        }
         ptx::tcgen05_fence_after_thread_sync();  //~ accumulator_fence
 
         trace.mark(linear.epilogue_step(), linear.weight_block_row(block), block.num_valid_rows);
@@ -71,9 +81,9 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         const Accumulator accumulator{tmem + (first_lane << 16) + column,
                                       smem.of_even_cta().tmem_empty_barriers(accumulators.stage)};
         if (block.phase == Phase::linear1) {
-            l1_epilogue.run(block, accumulator, factors, biases);
+            l1_epilogue.run(block, accumulator, factors, biases, first_token);
         } else {
-            l2_epilogue.run(block, accumulator, factors, biases);
+            l2_epilogue.run(block, accumulator, factors, biases, sources);
             if constexpr (PoolRing<Config>::wraps) {
                 // The products are complete, so both CTAs' copies are. Every warp reads where its
                 // rows go; behind the barrier all have.

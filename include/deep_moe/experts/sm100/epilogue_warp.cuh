@@ -55,6 +55,9 @@ struct EpilogueWarp {
     static constexpr uint32_t num_threads = num_warps * warp_size;
     static constexpr uint32_t num_warpgroups = num_warps / 4;
     static constexpr uint32_t warpgroup_threads = 4 * warp_size;
+    // Most tiles that a warpgroup has of a block.
+    static constexpr uint32_t max_tiles =
+        ceil_div(ceil_div(Config::block_m, Config::store_block_m), num_warpgroups);
     static constexpr uint32_t atoms_per_tile = Config::store_block_m / tokens_per_atom;
     static_assert(num_warps == 4 || num_warps == 8, "num_epilogue_warps must be 4 or 8");
     static_assert(Config::store_block_m % tokens_per_atom == 0 &&

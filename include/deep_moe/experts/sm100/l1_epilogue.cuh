@@ -167,16 +167,22 @@ class L1Epilogue {
                block.n_block_idx == num_n_blocks;
     }
 
-    // All epilogue warps.
+    // Of the warp's first tile. An idle block may have none any more.
+    __device__ LaneToken load_first_token(const Block& block) const {
+        return is_idle(block) ? LaneToken{} : load_token(block, warp_.first_token(block));
+    }
+
+    // All epilogue warps. first_token: of this block.
     __device__ void run(const Block& block, const Accumulator& accumulator,
-                        const RowFactors& factors, const RowBiases& biases) const {
+                        const RowFactors& factors, const RowBiases& biases,
+                        const LaneToken& first_token) const {
         if (is_idle(block)) {
             accumulator.release();
             return;
         }
         const uint32_t num_tiles = warp_.num_tiles(block);
         if (num_tiles == 0) accumulator.release();
-        LaneToken next = load_token(block, warp_.first_token(block));
+        LaneToken next = first_token;
 #pragma unroll 1  // each part is long
         for (uint32_t part_idx = 0; part_idx < num_parts; ++part_idx) {
             for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {

@@ -27,58 +27,73 @@ class L2Epilogue {
     static constexpr uint32_t lanes_per_row = Smem::l2_output_row_bytes / sizeof(uint4);
     static constexpr uint32_t rows_per_step = Warp::warpgroup_threads / lanes_per_row;
     static constexpr uint32_t num_steps = Config::store_block_m / rows_per_step;
+    static constexpr uint32_t rows_per_warp_step = warp_size / lanes_per_row;
     static_assert(lanes_per_row == 16 && num_steps * rows_per_step == Config::store_block_m);
+    // Rows that a warp writes of a block, for each of its lanes.
+    static constexpr uint32_t num_warp_rows = Warp::max_tiles * num_steps * rows_per_warp_step;
+    static constexpr uint32_t num_lane_rows = ceil_div(num_warp_rows, warp_size);
 
  public:
+    // Where the rows that this warp writes come from; each lane has some.
+    struct Sources {
+        TokenSource of_lane[num_lane_rows];
+    };
+
     __device__ L2Epilogue(const Smem& smem, const TokenPlaces<Config>& places, const Warp& warp)
         : smem_(smem), places_(places), warp_(warp) {}
+
+    // Those of a block. Looked up early, because in a trip to L2 the warp could write a tile.
+    // Behind the last valid row, those of the last one.
+    __device__ Sources find_sources(const Block& block) const {
+        Sources sources{};
+        if (!exists(block)) return sources;
+        const uint32_t first_row = PoolRing<Config>::first_row(block.pool_block_idx);
+#pragma unroll
+        for (uint32_t i = 0; i < num_lane_rows; ++i) {
+            const uint32_t idx = i * warp_size + warp_.lane_idx;
+            const uint32_t token = warp_.first_token(block) +
+                                   idx / rows_per_warp_step * rows_per_step +
+                                   warp_.quadrant() * rows_per_warp_step + idx % rows_per_warp_step;
+            //~ l2_sources
+            sources.of_lane[i] = *places_.local().token_src_metadata(
+                first_row + min(token, block.num_valid_rows - 1));
+        }
+        return sources;
+    }
 
     // All epilogue warps. Afterwards the staging tile may still be read by other warps: whoever
     // writes to it next syncs all epilogue warps first.
     __device__ void run(const Block& block, const Accumulator& accumulator,
-                        const RowFactors& factors, const RowBiases& biases) const {
-        // The CTA behind an odd last n-block only took part in the MMAs.
-        const bool exists = block.n_block_idx < Linear<Config, Phase::linear2>::num_n_blocks;
-        const uint32_t num_tiles = exists ? warp_.num_tiles(block) : 0;  //~ l2_tiles
+                        const RowFactors& factors, const RowBiases& biases,
+                        const Sources& sources) const {
+        const uint32_t num_tiles = exists(block) ? warp_.num_tiles(block) : 0;  //~ l2_tiles
         if (num_tiles == 0) accumulator.release();
+        uint64_t rows[num_lane_rows];
+#pragma unroll
+        for (uint32_t i = 0; i < num_lane_rows; ++i) {
+            rows[i] = reinterpret_cast<uint64_t>(places_.result_row(sources.of_lane[i]) +
+                                                 block.n_block_idx * Config::block_n);
+        }
         for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
             const uint32_t token = warp_.first_token(block) + tile_idx * Config::store_block_m;
-            uint4* destinations[num_steps];
-            find_destinations(block, token, destinations);
             //~ l2_tile_read
             if (tile_idx > 0) warp_.sync_warpgroup();  // the tile before has been read
             stage_tile(block, accumulator, token, factors, biases);
             if (tile_idx + 1 == num_tiles) accumulator.release();
             warp_.sync_warpgroup();  //~ l2_tile_staged
-            write_tile(destinations);
+            write_tile(block, token, tile_idx, rows);
         }
     }
 
  private:
+    // The CTA behind an odd last n-block only takes part in the MMAs.
+    static __device__ bool exists(const Block& block) {
+        return block.n_block_idx < Linear<Config, Phase::linear2>::num_n_blocks;
+    }
+
     // A half-warp writes a row; row of this thread in step i of a tile.
     __device__ uint32_t row_of_step(uint32_t i) const {
         return i * rows_per_step + warp_.quadrant() * 2 + warp_.lane_idx / lanes_per_row;
-    }
-
-    // This thread's 16 bytes of each row it writes; null behind the last valid row. Looked up
-    // early, so that the loads overlap the staging, and all before one is needed.
-    __device__ void find_destinations(const Block& block, uint32_t token,
-                                      uint4* (&destinations)[num_steps]) const {
-        TokenSource sources[num_steps];
-#pragma unroll
-        for (uint32_t i = 0; i < num_steps; ++i) {
-            const uint32_t row = min(token + row_of_step(i), block.num_valid_rows - 1);
-            sources[i] = *places_.local().token_src_metadata(
-                PoolRing<Config>::first_row(block.pool_block_idx) + row);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < num_steps; ++i) {
-            destinations[i] = reinterpret_cast<uint4*>(places_.result_row(sources[i]) +
-                                                       block.n_block_idx * Config::block_n) +
-                              warp_.lane_idx % lanes_per_row;
-            const bool is_valid = token + row_of_step(i) < block.num_valid_rows;  //~ l2_valid_row
-            if (!is_valid) destinations[i] = nullptr;
-        }
     }
 
     // 16-byte chunk of a staged row. Chunks are permuted by row, so that neither the transposed
@@ -140,12 +155,23 @@ class L2Epilogue {
             places_.local().l1_topk_weights(row + 2 * (warp_.lane_idx % 4)));
     }
 
-    __device__ void write_tile(uint4* const (&destinations)[num_steps]) const {
+    // This thread's 16 bytes of each row. rows: of the whole block, as `find_sources` has them.
+    __device__ void write_tile(const Block& block, uint32_t token, uint32_t tile_idx,
+                               const uint64_t (&rows)[num_lane_rows]) const {
 #pragma unroll
         for (uint32_t i = 0; i < num_steps; ++i) {
-            if (destinations[i] == nullptr) continue;
-            *destinations[i] =
-                ptx::ld_shared_v4(chunk_address(row_of_step(i), warp_.lane_idx % lanes_per_row));
+            const uint32_t idx =
+                (tile_idx * num_steps + i) * rows_per_warp_step + warp_.lane_idx / lanes_per_row;
+            uint64_t row = rows[0];
+#pragma unroll
+            for (uint32_t k = 1; k < num_lane_rows; ++k) {
+                row = idx / warp_size == k ? rows[k] : row;
+            }
+            row = __shfl_sync(full_warp, row, idx % warp_size);
+            if (token + row_of_step(i) < block.num_valid_rows) {  //~ l2_valid_row
+                reinterpret_cast<uint4*>(row)[warp_.lane_idx % lanes_per_row] = ptx::ld_shared_v4(
+                    chunk_address(row_of_step(i), warp_.lane_idx % lanes_per_row));
+            }
         }
     }
 

@@ -236,6 +236,7 @@ def load() -> ctypes.CDLL:
         "dm_fence": (None, []),
         "dm_waits": (None, [handle, ctypes.POINTER(ctypes.c_int64)]),
         "dm_set_home": (None, [handle, u32, u64, integer]),
+        "dm_add_multicast": (integer, [handle, u32, u64, u64, text, u64_out, u32]),
         "dm_mirror_memory": (integer, [handle, u32, u64, u64, u64, u64, u64_out, u32]),
     }
     for name, (result, arguments) in signatures.items():

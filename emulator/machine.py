@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import mmap
 import operator
 import os
 import struct
@@ -202,6 +203,7 @@ class Machine:
         self._checks = checks
         # By rank and address: what `add_array` was given, which must not go before its region.
         self._arrays: dict[tuple[int, int], Any] = {}
+        self._reserved: list[mmap.mmap] = []
         if chip is not None:
             text = chip.as_text().encode()
             self._check(self._library.dm_set_clock(self._handle, text, keep_waits))
@@ -267,6 +269,46 @@ class Machine:
         address = _address_of(array)
         self.add_memory(rank, address, num_bytes, name, writable=writable)
         self._arrays[rank, address] = array
+
+    def add_multicast(
+        self, members: Sequence[int], num_bytes: int, name: str, *, ranks: Iterable[int] = (0,)
+    ) -> int:
+        """Make multicast memory, as `cuMulticastCreate` does: one address for the same bytes of
+        several GPUs, which `multimem` instructions store to, update and reduce.
+
+        Args:
+            members: addresses where it begins in each GPU's memory. Every rank of `ranks` must have
+                been given that memory, by `add_memory` or `add_array`.
+            num_bytes: of each member.
+            name: for findings.
+            ranks: whose kernels may use it.
+
+        Returns:
+            The multicast address, for kernels' arguments. Nothing else may access it.
+
+        Raises:
+            ValueError: there is no member, or an argument is out of range.
+        """
+        places = [_whole(f"{name}: member", member, 1, MAX_U63) for member in members]
+        if not places:
+            raise ValueError(f"{name}: multicast memory needs at least one member")
+        num_bytes = _whole(f"{name}: num_bytes", num_bytes, 1, MAX_U63)
+        reserved = mmap.mmap(-1, num_bytes)  # for its addresses: untouched, it takes no memory
+        address = ctypes.addressof(ctypes.c_char.from_buffer(reserved))
+        self._reserved.append(reserved)
+        for rank in ranks:
+            self._check(
+                self._library.dm_add_multicast(
+                    self._handle,
+                    _whole("rank", rank, 0, MAX_RANK),
+                    address,
+                    num_bytes,
+                    name.encode(),
+                    (ctypes.c_uint64 * len(places))(*places),
+                    len(places),
+                )
+            )
+        return address
 
     def mirror_memory(
         self,

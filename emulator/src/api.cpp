@@ -173,6 +173,15 @@ EXPORT int dm_mirror_memory(Handle* h, uint32_t rank, uint64_t address, uint64_t
     });
 }
 
+// Addresses of a rank that stand for those of several regions at once.
+EXPORT int dm_add_multicast(Handle* h, uint32_t rank, uint64_t address, uint64_t bytes,
+                            const char* name, const uint64_t* members, uint32_t num_members) {
+    return guarded(h, "add_multicast", [&] {
+        h->machine.rank(rank).memory.add_multicast(
+            {address, bytes, name, {members, members + num_members}});
+    });
+}
+
 EXPORT void dm_set_memory_limit(Handle* h, uint64_t bytes) {
     h->max_memory = bytes;
 }

@@ -3,23 +3,35 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 namespace deep_moe::emulator {
 
+// Agents of one CTA have neighbouring numbers, and most clocks know of one CTA only: they hold the
+// agents from `first` on.
 struct Clock {
-    std::vector<uint32_t> moments;  // by agent
-    uint32_t at(uint32_t agent) const { return agent < moments.size() ? moments[agent] : 0; }
+    uint32_t first = 0;
+    std::vector<uint32_t> moments;  // by agent, from `first` on
+    uint32_t end() const { return first + uint32_t(moments.size()); }
+    uint32_t at(uint32_t agent) const {
+        const uint32_t index = agent - first;
+        return index < moments.size() ? moments[index] : 0;
+    }
     void raise(uint32_t agent, uint32_t moment) {
-        if (agent >= moments.size()) moments.resize(agent + 1);
-        if (moments[agent] < moment) moments[agent] = moment;
+        make_room(agent, agent + 1);
+        uint32_t& mine = moments[agent - first];
+        if (mine < moment) mine = moment;
     }
     void join(const Clock& other);
     bool covers(const Clock& other) const {
-        for (uint32_t i = 0; i < other.moments.size(); ++i)
-            if (other.moments[i] > at(i)) return false;
+        for (uint32_t agent = other.first; agent < other.end(); ++agent)
+            if (other.moments[agent - other.first] > at(agent)) return false;
         return true;
     }
+
+ private:
+    void make_room(uint32_t begin, uint32_t end);  // for these agents
 };
 
 struct View {
@@ -43,6 +55,28 @@ struct Cell {
     uint32_t write_site = 0, read_site = 0;
     uint32_t more_reads = 0;  // index of a list, 0: none
     uint32_t bytes = 0;       // index of four cells that replace this one, 0: none
+};
+
+// What is known of words that all accesses have covered together: one cell says it. They have its
+// records, or those of a row of lanes, of which each has 2^shift words; then the cell's records are
+// those of the first word.
+struct Stretch {
+    static constexpr uint8_t uniform = 5;  // as a shift: one record for all words
+    Cell cell;
+    uint8_t write_shift = uniform, read_shift = uniform;
+};
+
+// What is known of 128 bytes: two stretches, of which the second begins at word `split`, or only
+// the second (split 0); or cells, where accesses have cut them otherwise.
+struct Block {
+    static constexpr uint32_t num_cells = 32, num_bytes = 4 * num_cells;
+    Stretch stretches[2];
+    uint8_t split = 0;
+    bool has_cells = false;  // which count instead
+    std::unique_ptr<Cell[]> cells;
+
+    uint32_t begin(int which) const { return which ? split : 0; }
+    uint32_t end(int which) const { return which ? num_cells : split; }
 };
 
 }  // namespace deep_moe::emulator

@@ -17,7 +17,8 @@ const InstructionTable& all_instructions() {
               barrier_instructions,        mbarrier_instructions, bulk_copy_instructions,
               matrix_instructions,         tcgen05_instructions,  wgmma_instructions,
               launch_control_instructions, copy_instructions,     tensormap_instructions,
-              remote_instructions,         wmma_instructions,     simd_instructions}) {
+              remote_instructions,         wmma_instructions,     simd_instructions,
+              multimem_instructions}) {
             InstructionTable rows = family();
             all.insert(all.end(), rows.begin(), rows.end());
         }

@@ -178,6 +178,7 @@ InstructionTable tensormap_instructions();       // tensormap.replace, tensormap
 InstructionTable remote_instructions();          // st.async, red.async
 InstructionTable wmma_instructions();            // wmma.*
 InstructionTable simd_instructions();            // vadd2, vabsdiff4, ...
+InstructionTable multimem_instructions();        // multimem.*
 InstructionTable matrix_instructions();          // ldmatrix, stmatrix, movmatrix, mma.sync
 InstructionTable tcgen05_instructions();         // tcgen05.*
 InstructionTable wgmma_instructions();           // wgmma.*

@@ -331,6 +331,108 @@ Flow to_tf32(Warp& w, const Op& op) {
     });
 }
 
+// ---- stochastic rounding
+
+const FloatFormat* format_of_four(Type type) {
+    switch (type) {
+        case Type::e4m3x4:
+            return &e4m3_format;
+        case Type::e5m2x4:
+            return &e5m2_format;
+        case Type::e2m3x4:
+            return &e2m3_format;
+        case Type::e3m2x4:
+            return &e3m2_format;
+        case Type::e2m1x4:
+            return &e2m1_format;
+        default:
+            return nullptr;
+    }
+}
+
+// `value` with `random`, a number of `bits` bits, added to what is cut off: away from zero if that
+// carries. PTX does not say where the number stands below bits that are more than it has: here it
+// is on top of them.
+uint32_t encode_stochastic(const FloatFormat& format, float value, uint32_t random, int bits,
+                           uint64_t aux) {
+    if (aux & relu_bit) value = std::isnan(value) ? value : value > 0 ? value : 0;
+    if (!std::isfinite(value))
+        return encode(format, value, Rounding::nearest_even, overflow_of(aux));
+    const uint32_t inward = encode(format, value, Rounding::toward_zero, overflow_of(aux));
+    const uint32_t magnitude = inward & ~format.sign();
+    const double low = decode(format, magnitude), cut = std::fabs(double(value)) - low;
+    if (magnitude == format.max_finite) {
+        // One unit more than the largest number is infinite, where there is such a number.
+        const double unit = low - decode(format, magnitude - 1);
+        const bool carries = cut + std::ldexp(unit * random, -bits) >= unit;
+        return carries && format.has_infinity && overflow_of(aux) == Overflow::to_infinity
+                   ? inward + 1
+                   : inward;
+    }
+    const double unit = decode(format, magnitude + 1) - low;
+    return cut + std::ldexp(unit * random, -bits) >= unit ? inward + 1 : inward;
+}
+
+// operands: two floats and the random bits. The first is the high half and has their high half.
+Flow round_two_stochastically(Warp& w, const Op& op) {
+    const FloatFormat& format = *small_format(to_type(op.aux));
+    const int bits = to_type(op.aux) == Type::f16x2 ? 13 : 16;
+    const uint32_t mask = (1u << bits) - 1;
+    return map3<uint32_t, float, float, uint32_t>(w, op, [&](float a, float b, uint32_t random) {
+        return encode_stochastic(format, a, random >> 16 & mask, bits, op.aux) << 16 |
+               encode_stochastic(format, b, random & mask, bits, op.aux);
+    });
+}
+
+// operands: d, four floats a, b, e, f from the high end of d, the random bits.
+Flow round_four_stochastically(Warp& w, const Op& op) {
+    const FloatFormat& format = *format_of_four(to_type(op.aux));
+    const bool is_fp4 = to_type(op.aux) == Type::e2m1x4;
+    const auto out = w.out<uint32_t>(op.operands[0]);
+    w.for_each_lane([&](int lane) {
+        const uint32_t random = w.in<uint32_t>(op.operands[5])[lane];
+        uint32_t packed = 0;
+        for (int i = 0; i < 4; ++i) {
+            // Of a half of the random bits two elements have all, of FP4 a byte of both halves.
+            const bool is_high = i < 2;
+            const uint32_t own = is_fp4 ? (random >> (is_high ? 24 : 16) & 0xff) << 8 |
+                                              (random >> (is_high ? 8 : 0) & 0xff)
+                                        : random >> (is_high ? 16 : 0) & 0xffff;
+            packed =
+                packed << (is_fp4 ? 4 : 8) |
+                encode_stochastic(format, w.in<float>(op.operands[1 + i])[lane], own, 16, op.aux);
+        }
+        out.set(lane, packed);
+    });
+    return Flow::next;
+}
+
+void decode_stochastic(Decoder& d) {
+    uint64_t aux = 0;
+    if (d.take("relu")) aux |= relu_bit;
+    if (d.take("satfinite")) aux |= finite_bit;
+    const Type to = d.take_type();
+    d.take_type({Type::f32});
+    aux |= uint64_t(to) << 32;
+    if (to == Type::f16x2 || to == Type::bf16x2) {
+        d.expect_operands(4);
+        d.emit(round_two_stochastically,
+               {d.destination(0, to), d.source(1, Type::f32), d.source(2, Type::f32),
+                d.source(3, Type::b32)},
+               aux);
+        return;
+    }
+    if (!format_of_four(to)) d.unsupported(std::string("stochastic rounding to .") + name_of(to));
+    if (!(aux & finite_bit)) d.invalid("this type needs .satfinite");
+    d.expect_operands(3);
+    std::vector<Operand> operands{d.destination(0, to)};
+    const std::vector<Operand> values = d.sources(1, Type::f32);
+    if (values.size() != 4) d.invalid("the source must have four values");
+    operands.insert(operands.end(), values.begin(), values.end());
+    operands.push_back(d.source(2, Type::b32));
+    d.emit(round_four_stochastically, std::move(operands), aux);
+}
+
 // ---- decoding
 
 bool is_packed(Type type) {
@@ -338,6 +440,7 @@ bool is_packed(Type type) {
 }
 
 void decode_cvt(Decoder& d) {
+    if (d.take("rs")) return decode_stochastic(d);
     uint64_t aux = 0;
     std::string_view rounding =
         d.take_any({"rn", "rz", "rm", "rp", "rna", "rni", "rzi", "rmi", "rpi"});
@@ -410,7 +513,7 @@ void decode_cvt_pack(Decoder& d) {
 
 InstructionTable convert_instructions() {
     return {
-        {"cvt", decode_cvt, "conversion between all scalar and packed types"},
+        {"cvt", decode_cvt, "conversion between all scalar and packed types; .rs too"},
         {"cvt.pack", decode_cvt_pack, "two saturated integers in one register"},
     };
 }

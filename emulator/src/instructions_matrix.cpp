@@ -223,13 +223,15 @@ void decode_movmatrix(Decoder& d) {
     d.emit(move_matrix, {d.destination(0, Type::b32), d.source(1, Type::b32)});
 }
 
-// aux: element types, result type, K; operands: d, a, b, c
+// aux: element types, result type, K, bit 32: sparse; operands: d, a, b, c, of sparse A metadata
+// and selector
 Flow mma(Warp& w, const Op& op) {
     WarpMma unit;
     unit.a_type = Element(op.aux & 0xff);
     unit.b_type = Element(op.aux >> 8 & 0xff);
     unit.d_type = Accumulator(op.aux >> 16 & 0xff);
     unit.k = uint32_t(op.aux >> 24 & 0xff);
+    unit.is_sparse = op.aux >> 32 & 1;
     const uint32_t num_d = unit.d_type == Accumulator::f16 ? 2 : 4;
     const Operand* next = op.operands;
     uint32_t result[4][warp_size];
@@ -244,6 +246,10 @@ Flow mma(Warp& w, const Op& op) {
     take(a, unit.num_a_registers());
     take(b, unit.num_b_registers());
     take(c, num_d);
+    if (unit.is_sparse) {
+        take(&unit.sparse.words, 1);
+        unit.sparse.selector = w.uniform<uint32_t>(*next);
+    }
     for (uint32_t i = 0; i < num_d; ++i) d[i] = result[i];
     static thread_local Panels panels;
     std::memset(result, 0, sizeof result);
@@ -400,12 +406,14 @@ void decode_mma_of_doubles(Decoder& d, uint32_t m, uint32_t k) {
     d.emit(mma_of_doubles, std::move(operands), m | uint64_t(k) << 8);
 }
 
-void decode_mma(Decoder& d) {
+void decode_mma(Decoder& d, bool is_sparse) {
     d.ignore({"sync", "aligned", "row", "col"});
     d.op.meeting = Meeting::whole_warp;
     std::string text;
     if (d.take_prefix("kind::", text)) {
         const bool small = d.has("e2m1") || d.has("e2m3") || d.has("e3m2");
+        if (is_sparse && (text != "kind::f8f6f4" || small))
+            d.unsupported("a sparse A of this kind");
         if (text != "kind::f8f6f4" || small) {
             if (text != "kind::f8f6f4" && text != "kind::mxf8f6f4" && text != "kind::mxf4" &&
                 text != "kind::mxf4nvf4")
@@ -432,8 +440,11 @@ void decode_mma(Decoder& d) {
                                         : Accumulator::s32;
     unit.k = k;
     const uint32_t row_bytes = k * container_bytes(unit.a_type);
-    if (row_bytes != 16 && row_bytes != 32) d.invalid("K does not match the element type");
-    d.expect_operands(4);
+    unit.is_sparse = is_sparse;
+    const uint32_t smallest = is_sparse ? 32 : 16;
+    if (row_bytes != smallest && row_bytes != 2 * smallest)
+        d.invalid("K does not match the element type");
+    d.expect_operands(is_sparse ? 6 : 4);
     const size_t num_d = unit.d_type == Accumulator::f16 ? 2 : 4;
     std::vector<Operand> operands = d.destinations(0, Type::b32);
     const std::vector<Operand> parts[3] = {d.sources(1, Type::b32), d.sources(2, Type::b32),
@@ -443,9 +454,23 @@ void decode_mma(Decoder& d) {
         d.invalid("the number of registers does not match the shape");
     }
     for (const auto& part : parts) operands.insert(operands.end(), part.begin(), part.end());
+    if (is_sparse) {
+        const uint32_t selector = d.immediate_u32(5);
+        if (selector > SparseMetadata::last_selector(unit.a_type, k))
+            d.invalid("this sparsity selector does not exist for the shape");
+        operands.push_back(d.source(4, Type::b32));
+        operands.push_back(d.constant(selector));
+    }
     d.emit(mma, std::move(operands),
            uint64_t(unit.a_type) | uint64_t(unit.b_type) << 8 | uint64_t(unit.d_type) << 16 |
-               uint64_t(k) << 24);
+               uint64_t(k) << 24 | uint64_t(is_sparse) << 32);
+}
+
+void decode_dense_mma(Decoder& d) {
+    decode_mma(d, false);
+}
+void decode_sparse_mma(Decoder& d) {
+    decode_mma(d, true);
 }
 
 }  // namespace
@@ -457,7 +482,10 @@ InstructionTable matrix_instructions() {
          "two"},
         {"stmatrix", decode_stmatrix, "m8n8 b16 and m16n8.trans b8, x1 to x4"},
         {"movmatrix", decode_movmatrix, "transposes an m8n8 b16 matrix"},
-        {"mma", decode_mma,
+        {"mma.sp", decode_sparse_mma,
+         "mma.sync m16n8kK with a sparse A: f16, bf16, tf32, e4m3, e5m2, u8, s8"},
+        {"mma.sp::ordered_metadata", decode_sparse_mma, "the same"},
+        {"mma", decode_dense_mma,
          "mma.sync m16n8kK: f16, bf16, tf32, e4m3, e5m2, u8, s8, f64; m8n8k4: f64; of sm_120: "
          "e3m2, "
          "e2m3, e2m1, block-scaled mxf8f6f4, mxf4, mxf4nvf4"},

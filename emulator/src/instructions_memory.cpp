@@ -1,6 +1,7 @@
 // Loads, stores, atomics and reductions, prefetches, bulk zero fill.
 #include <algorithm>
 
+#include "access_order.h"
 #include "float_types.h"
 #include "lanes.h"
 #include "race_detector.h"
@@ -11,33 +12,8 @@ namespace {
 
 // aux of loads and stores
 constexpr uint64_t space_bits = 0xf;
-constexpr uint64_t strong =
-    1 << 4;  // volatile, relaxed, acquire, release: another thread may change it
 constexpr uint64_t uniform_address = 1 << 5;
-constexpr uint64_t release_bit = 1 << 20, acquire_bit = 1 << 21;
-constexpr int scope_shift = 22;
-constexpr uint64_t noncoherent = 1 << 24;  // .nc: nobody writes it while the kernel runs
 constexpr int count_shift = 8;
-
-Scope scope_of(const Op& op) {
-    return Scope(op.aux >> scope_shift & 3);
-}
-
-// Tells the race detector of one lane's access at the host address `at`, and of the order that a
-// strong access brings.
-void note_access(Warp& w, const Op& op, Space space, uint64_t address, uint32_t bytes,
-                 const std::byte* at, Access access, int lane, bool is_strong) {
-    RaceDetector& races = *w.machine->races;
-    const uint32_t flags = is_strong ? Record::strong | uint32_t(scope_of(op)) << 2 : 0;
-    const bool is_watched = races.access(w, space, address, bytes, access, lane, flags);
-    if (is_watched && op.aux & noncoherent) races.check_unwritten(w, address, bytes, lane);
-    if (!is_watched || !is_strong) return;
-    const uint64_t key = reinterpret_cast<uint64_t>(at);
-    if (access != Access::write) races.read_word(w, lane, key, scope_of(op), op.aux & acquire_bit);
-    if (access != Access::read)
-        races.write_word(w, lane, key, scope_of(op), op.aux & release_bit,
-                         access == Access::read_write);
-}
 
 void note_poll(Warp& w, Space space, uint64_t address, uint32_t bytes) {
     const uint64_t window = space == Space::generic ? address & window_mask : 0;
@@ -167,7 +143,7 @@ template <class T, int N>
 Flow load(Warp& w, const Op& op) {
     Space space = Space(op.aux & space_bits);
     const Operand& address = op.operands[N];
-    bool is_strong = op.aux & strong;
+    bool is_strong = op.aux & strong_bit;
     if (is_strong) ++w.polls;
     const uint64_t polled = w.address(address, w.first_lane());  // the load may overwrite it
     if (op.aux & uniform_address) {
@@ -249,7 +225,7 @@ template <class T, int N>
 Flow store(Warp& w, const Op& op) {
     Space space = Space(op.aux & space_bits);
     const Operand& address = op.operands[0];
-    bool is_strong = op.aux & strong, changed = false;
+    bool is_strong = op.aux & strong_bit, changed = false;
     if (const Row row =
             is_strong ? Row{} : find_row(w, address, space, sizeof(T) * N, Access::write);
         row.at) {
@@ -336,28 +312,6 @@ void ignore_cache_hints(Decoder& d) {
     }
 }
 
-struct Strength {
-    bool is_strong = false;  // another thread may be waiting for, or changing, what is accessed
-    uint64_t aux = 0;        // order and scope
-};
-
-// `otherwise`: the scope where the instruction names none.
-Strength take_strength(Decoder& d, Scope otherwise) {
-    Strength s;
-    Scope scope = otherwise;
-    if (d.take("volatile") || d.take("mmio")) s.is_strong = true, scope = Scope::sys;
-    if (d.take("relaxed")) s.is_strong = true;
-    if (d.take("acquire")) s.is_strong = true, s.aux |= acquire_bit;
-    if (d.take("release")) s.is_strong = true, s.aux |= release_bit;
-    if (d.take("acq_rel")) s.is_strong = true, s.aux |= acquire_bit | release_bit;
-    if (d.take("cta")) scope = Scope::cta;
-    if (d.take("cluster")) scope = Scope::cluster;
-    if (d.take("gpu")) scope = Scope::gpu;
-    if (d.take("sys")) scope = Scope::sys;
-    s.aux |= uint64_t(scope) << scope_shift;
-    return s;
-}
-
 size_t take_vector(Decoder& d) {
     std::string_view v = d.take_any({"v2", "v4", "v8"});
     return v == "v2" ? 2 : v == "v4" ? 4 : v == "v8" ? 8 : 1;
@@ -421,7 +375,7 @@ void decode_ld(Decoder& d) {
             d.unsupported("this type");
     }
     d.emit(body, operands,
-           uint64_t(space) | (is_strong ? strong : 0) | (uniform ? uniform_address : 0) |
+           uint64_t(space) | (is_strong ? strong_bit : 0) | (uniform ? uniform_address : 0) |
                strength.aux | cache);
 }
 
@@ -462,7 +416,7 @@ void decode_st(Decoder& d) {
         default:
             d.unsupported("this type");
     }
-    d.emit(body, operands, uint64_t(space) | (is_strong ? strong : 0) | strength.aux);
+    d.emit(body, operands, uint64_t(space) | (is_strong ? strong_bit : 0) | strength.aux);
 }
 
 // ---- atomics ----

@@ -63,14 +63,14 @@ void remember(Warp& w, const MatrixDescriptor& descriptor, bool mn_major, uint32
 
 struct WgmmaForm {
     Wgmma unit;
-    bool a_in_registers = false;
+    bool a_in_registers = false, is_sparse = false;
 
     uint64_t pack() const {
         return uint64_t(unit.a_element_type) | uint64_t(unit.b_element_type) << 4 |
                uint64_t(unit.d_type) << 8 | uint64_t(unit.n) << 12 | uint64_t(unit.k) << 24 |
                uint64_t(unit.a_mn_major) << 32 | uint64_t(unit.b_mn_major) << 33 |
                uint64_t(unit.negate_a) << 34 | uint64_t(unit.negate_b) << 35 |
-               uint64_t(a_in_registers) << 36;
+               uint64_t(a_in_registers) << 36 | uint64_t(is_sparse) << 37;
     }
     static WgmmaForm unpack(uint64_t aux) {
         WgmmaForm form;
@@ -84,6 +84,7 @@ struct WgmmaForm {
         form.unit.negate_a = aux >> 34 & 1;
         form.unit.negate_b = aux >> 35 & 1;
         form.a_in_registers = aux >> 36 & 1;
+        form.is_sparse = aux >> 37 & 1;
         return form;
     }
 };
@@ -97,7 +98,7 @@ MatrixDescriptor shared_operand(Warp& w, const Operand& operand) {
     return MatrixDescriptor::sm90(bits);
 }
 
-// b, scale-d, a descriptor or 4 registers, accumulators
+// b, scale-d, a descriptor or 4 registers, accumulators, of sparse A metadata and selector
 Flow mma_async(Warp& w, const Op& op) {
     if (w.machine->leaves_out_products) return Flow::next;
     WgmmaForm form = WgmmaForm::unpack(op.aux);
@@ -119,11 +120,16 @@ Flow mma_async(Warp& w, const Op& op) {
         a = shared_operand(w, op.operands[2]);
     }
     uint32_t* accumulators[128];
-    for (int i = first_d; i < op.num_operands; ++i) {
+    const int end_d = op.num_operands - (form.is_sparse ? 2 : 0);
+    for (int i = first_d; i < end_d; ++i) {
         accumulators[i - first_d] =
             reinterpret_cast<uint32_t*>(w.out<uint32_t>(op.operands[i]).data);
     }
-    static thread_local Panels panels;
+    if (form.is_sparse) {
+        form.unit.sparse = {reinterpret_cast<const uint32_t*>(w.data(op.operands[end_d])),
+                            w.uniform<uint32_t>(op.operands[end_d + 1])};
+    }
+    static thread_local WgmmaPanels panels;
     CtaWindow window(*w.cta, "wgmma operand");
     RaceDetector* races = w.machine->races.get();
     std::shared_ptr<const Issue> issue;
@@ -139,7 +145,7 @@ Flow mma_async(Warp& w, const Op& op) {
     if (w.machine->checks) {
         remember(w, b, form.unit.b_mn_major, form.unit.n, form.unit.b_element_type, form.unit.k);
         if (!form.a_in_registers)
-            remember(w, a, form.unit.a_mn_major, 64, form.unit.a_element_type, form.unit.k);
+            remember(w, a, form.unit.a_mn_major, 64, form.unit.a_element_type, form.unit.kept_k());
     }
     return Flow::next;
 }
@@ -159,8 +165,9 @@ Shape take_shape(Decoder& d) {
     return shape;
 }
 
-void decode_mma_async(Decoder& d) {
+void decode_form(Decoder& d, bool is_sparse) {
     WgmmaForm form;
+    form.is_sparse = is_sparse;
     d.ignore({"sync", "aligned"});
     d.op.meeting = Meeting::whole_warp;
     const Shape shape = take_shape(d);
@@ -172,26 +179,27 @@ void decode_mma_async(Decoder& d) {
     form.unit.b_element_type = take_element(d);
     form.unit.n = shape.n;
     form.unit.k = shape.k;
-    if (shape.k * container_bytes(form.unit.a_element_type) != 32)
+    if (shape.k * container_bytes(form.unit.a_element_type) != (is_sparse ? 64 : 32))
         d.invalid("K does not match the element type");
     const bool transposes = container_bytes(form.unit.a_element_type) == 2;
     const bool scales = form.unit.d_type != Accumulator::s32;
     form.a_in_registers = d.parsed(1).kind == ParsedOperand::Kind::vector;
-    const size_t count = 4 + (scales ? 2 : 0) + (transposes ? (form.a_in_registers ? 1 : 2) : 0);
+    const size_t scale_d = is_sparse ? 5 : 3, next = scale_d + 1;
+    const size_t count = next + (scales ? 2 : 0) + (transposes ? (form.a_in_registers ? 1 : 2) : 0);
     d.expect_operands(count);
     if (scales) {
-        for (size_t i : {size_t(4), size_t(5)}) {
+        for (size_t i : {next, next + 1}) {
             const int64_t scale = int64_t(d.immediate(i));
             if (scale != 1 && scale != -1) d.invalid("imm-scale must be 1 or -1");
         }
-        form.unit.negate_a = int64_t(d.immediate(4)) < 0;
-        form.unit.negate_b = int64_t(d.immediate(5)) < 0;
+        form.unit.negate_a = int64_t(d.immediate(next)) < 0;
+        form.unit.negate_b = int64_t(d.immediate(next + 1)) < 0;
     }
     if (transposes) {
         form.unit.b_mn_major = d.immediate(count - 1) != 0;
-        if (!form.a_in_registers) form.unit.a_mn_major = d.immediate(6) != 0;
+        if (!form.a_in_registers) form.unit.a_mn_major = d.immediate(next + 2) != 0;
     }
-    std::vector<Operand> operands{d.source(2, Type::b64), d.source(3, Type::pred)};
+    std::vector<Operand> operands{d.source(2, Type::b64), d.source(scale_d, Type::pred)};
     if (form.a_in_registers) {
         const std::vector<Operand> fragment = d.sources(1, Type::b32);
         if (fragment.size() != 4) d.invalid("A needs 4 registers");
@@ -205,7 +213,21 @@ void decode_mma_async(Decoder& d) {
         d.invalid("the number of accumulator registers does not match the shape");
     }
     operands.insert(operands.end(), accumulators.begin(), accumulators.end());
+    if (is_sparse) {
+        const uint32_t selector = d.immediate_u32(4);
+        if (selector > SparseMetadata::last_selector(form.unit.a_element_type, shape.k))
+            d.invalid("this sparsity selector does not exist for the shape");
+        operands.push_back(d.source(3, Type::b32));
+        operands.push_back(d.constant(selector));
+    }
     d.emit(mma_async, std::move(operands), form.pack());
+}
+
+void decode_mma_async(Decoder& d) {
+    decode_form(d, false);
+}
+void decode_sparse_mma_async(Decoder& d) {
+    decode_form(d, true);
 }
 
 // Looked at by register_watch.cpp.
@@ -285,6 +307,7 @@ InstructionTable wgmma_instructions() {
     return {
         {"wgmma.mma_async", decode_mma_async,
          "m64nNkK: f16, bf16, tf32, e4m3, e5m2, u8, s8; A from registers or shared memory"},
+        {"wgmma.mma_async.sp", decode_sparse_mma_async, "the same with a sparse A; K is doubled"},
         {"wgmma.fence", decode_fence, "orders accesses to registers; looked at by the checks"},
         {"wgmma.commit_group", decode_commit_group, "closes a group of wgmmas"},
         {"wgmma.wait_group", decode_wait_group,

@@ -222,7 +222,8 @@ void add_products(Type type, Type addend, const WmmaShape& s, const double* a, c
                         std::fma(a[row * s.k + i], b[i * s.n + column], sums[row * s.n + column]);
         return;
     }
-    TensorCoreSum unit(element_of(type), element_of(type), 25, a, b, s.m, s.k, s.n);
+    UnpackedPanel right;
+    TensorCoreSum unit(element_of(type), element_of(type), 25, a, b, s.m, s.k, s.n, right);
     for (uint32_t row = 0; row < s.m; ++row)
         unit.row(row, s.n, sums + row * s.n, addend == Type::f16 ? -14 : -126, sums + row * s.n,
                  [](uint32_t) { return true; });

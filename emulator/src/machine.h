@@ -318,9 +318,10 @@ struct Cta {
     uint32_t shared_end = 0;  // first offset past the end
     std::vector<std::byte> shared_storage;
     std::vector<uint8_t> shadow;  // 1: written, 2: part of an mbarrier object
-    // Last accesses, for races: of shared memory by 4 bytes, of tensor memory by column and
+    // Last accesses, for races: of shared memory by 128 bytes, of tensor memory by column and
     // quadrant.
-    std::vector<Cell> cells, tensor_cells;
+    std::vector<Block> blocks;
+    std::vector<Cell> tensor_cells;
 
     NamedBarrier barriers[16];
     WaitQueue mbarrier_waiters;  // wake it when any mbarrier of this CTA completes a phase

@@ -96,6 +96,24 @@ void RegionTable::set_mirror(uint64_t address, Mirror mirror) {
     ++version_;
 }
 
+void RegionTable::add_multicast(Multicast multicast) {
+    const uint64_t begin = multicast.address, end = begin + multicast.size;
+    for (const Multicast& other : multicasts_) {
+        if (begin < other.address + other.size && other.address < end)
+            throw Fault(FaultKind::launch,
+                        "multicast memory '" + multicast.name + "' overlaps '" + other.name + "'");
+    }
+    multicasts_.push_back(std::move(multicast));
+}
+
+const RegionTable::Multicast* RegionTable::find_multicast(uint64_t address, uint64_t bytes) const {
+    for (const Multicast& m : multicasts_) {
+        const uint64_t at = address - m.address;
+        if (at < m.size && bytes <= m.size - at) return &m;
+    }
+    return nullptr;
+}
+
 const Region* RegionTable::find(uint64_t address) const {
     auto next = regions_.upper_bound(address);
     if (next == regions_.begin()) return nullptr;
@@ -123,6 +141,9 @@ void RegionTable::fail(uint64_t address, uint64_t bytes, Access access) const {
     const Region* inside = find(address);
     if (inside && access != Access::read && !inside->writable)
         throw Fault(FaultKind::out_of_bounds, text + "in read-only memory '" + inside->name + "'");
+    if (const Multicast* multicast = find_multicast(address, 1))
+        throw Fault(FaultKind::out_of_bounds, text + "is in multicast memory '" + multicast->name +
+                                                  "', which only multimem instructions access");
     text += "is out of bounds: ";
     auto next = regions_.upper_bound(address);
     const Region* before = next == regions_.begin() ? nullptr : &std::prev(next)->second;

@@ -60,10 +60,20 @@ class RegionTable {
     // Host pointer, or Fault that says what lies around the address.
     std::byte* resolve(uint64_t address, uint64_t bytes, Access access) const;
     [[noreturn]] void fail(uint64_t address, uint64_t bytes, Access access) const;
+    // A range of addresses, each of which stands for the same byte of several regions: `members`
+    // are where it begins in them.
+    struct Multicast {
+        uint64_t address = 0, size = 0;
+        std::string name;
+        std::vector<uint64_t> members;
+    };
+    void add_multicast(Multicast multicast);
+    const Multicast* find_multicast(uint64_t address, uint64_t bytes) const;
     uint64_t version() const { return version_; }  // changes with every add and remove
 
  private:
     std::map<uint64_t, Region> regions_;
+    std::vector<Multicast> multicasts_;
     uint64_t next_device_address_ = 1ull << 40;
     uint64_t version_ = 1;
 };

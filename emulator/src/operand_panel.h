@@ -124,8 +124,14 @@ struct Panels {
     uint32_t pitch = 0;
 
     void resize(uint32_t num_rows, uint32_t n, uint32_t k) {
-        pitch = (n + panel_columns - 1) / panel_columns * panel_columns;
+        resize_a(num_rows, k);
+        resize_b(n, k);
+    }
+    void resize_a(uint32_t num_rows, uint32_t k) {
         a.assign(size_t((num_rows + row_block - 1) / row_block * row_block) * k, 0.0);
+    }
+    void resize_b(uint32_t n, uint32_t k) {
+        pitch = (n + panel_columns - 1) / panel_columns * panel_columns;
         b.assign(size_t(k) * pitch, 0.0);
         product.resize(size_t(row_block) * pitch);
     }

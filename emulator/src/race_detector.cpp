@@ -14,10 +14,20 @@ constexpr const char* barrier_bytes = "copies counted by";  // what such an agen
 }  // namespace
 
 void Clock::join(const Clock& other) {
-    if (moments.size() < other.moments.size()) moments.resize(other.moments.size());
-    uint32_t* mine = moments.data();
+    if (other.moments.empty()) return;
+    make_room(other.first, other.end());
+    uint32_t* mine = moments.data() + (other.first - first);
     const uint32_t* theirs = other.moments.data();
     for (size_t i = 0, n = other.moments.size(); i < n; ++i) mine[i] = std::max(mine[i], theirs[i]);
+}
+
+void Clock::make_room(uint32_t begin, uint32_t end) {
+    if (moments.empty()) first = begin;
+    if (begin < first) {
+        moments.insert(moments.begin(), first - begin, 0);
+        first = begin;
+    }
+    if (end > this->end()) moments.resize(end - first);
 }
 
 void View::join(const View& other) {
@@ -731,9 +741,99 @@ void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const 
     cell.write_site = record.site;
 }
 
-// Bytes [first, first + count), counted from the first cell.
+// The same for bytes [first, first + count), counted from the first block.
 template <class Ordered>
-void RaceDetector::touch_range(Cell* cells, uint64_t first, uint64_t count, const Record& record,
+void RaceDetector::touch_range(Block* blocks, uint64_t first, uint64_t count, const Record& record,
+                               bool is_write, const Ordered& ordered, Location at) {
+    for (const uint64_t end = first + count; first < end;) {
+        Block& block = blocks[first / Block::num_bytes];
+        const uint64_t begin = first % Block::num_bytes;
+        const uint64_t part = std::min(end - first, Block::num_bytes - begin);
+        if (!(begin % 4 | part % 4) &&
+            cut(block, uint32_t(begin / 4), uint32_t((begin + part) / 4))) {
+            for (int which : {0, 1}) {
+                const uint32_t from = 4 * block.begin(which), to = 4 * block.end(which);
+                if (from == to || from < begin || to > begin + part) continue;
+                const Location own{at.space, at.address + (from - begin), at.cta};
+                if (!block.has_cells)
+                    touch_stretch(block, which, record, is_write, ordered, own);
+                else  // the first one needed them
+                    touch_cells(block.cells.get(), from, to - from, record, is_write, ordered, own);
+            }
+        } else {
+            touch_cells(cells_of(block), begin, part, record, is_write, ordered, at);
+        }
+        at.address += part;
+        first += part;
+    }
+}
+
+// Makes stretches of words [begin, end), if it can: where the block's are not cut otherwise.
+bool RaceDetector::cut(Block& block, uint32_t begin, uint32_t end) {
+    if (block.has_cells) return false;
+    if (begin == 0 && end == Block::num_cells) return true;
+    const uint32_t at = begin ? begin : end;
+    if (begin && end != Block::num_cells) return false;
+    if (block.split) return block.split == at;
+    Stretch &first = block.stretches[0], &second = block.stretches[1];
+    Cell& cell = second.cell;
+    // A lane's words stay together.
+    const auto is_between_lanes = [&](uint64_t bits, uint8_t shift) {
+        return !bits || shift == Stretch::uniform || at % (1u << shift) == 0;
+    };
+    if (!is_between_lanes(cell.write_bits, second.write_shift) ||
+        !is_between_lanes(cell.read_bits, second.read_shift)) {
+        cells_of(block);
+        return false;
+    }
+    first = second;
+    if (cell.more_reads) ++reads_[cell.more_reads].owners;
+    if (cell.write_bits) cell.write_bits += uint64_t(at >> second.write_shift) << 4;
+    if (cell.read_bits) cell.read_bits += uint64_t(at >> second.read_shift) << 4;
+    block.split = uint8_t(at);
+    return true;
+}
+
+// All of a stretch.
+template <class Ordered>
+void RaceDetector::touch_stretch(Block& block, int which, const Record& record, bool is_write,
+                                 const Ordered& ordered, const Location& at) {
+    Stretch& stretch = block.stretches[which];
+    Cell& cell = stretch.cell;
+    const uint32_t begin = block.begin(which), num_cells = block.end(which) - begin;
+    // Of a row's lanes each may be another thread's past.
+    const auto is_row_ordered = [&](uint64_t bits, uint32_t site, uint8_t shift,
+                                    bool old_is_write) {
+        if (!bits || shift == Stretch::uniform) return true;
+        for (uint32_t i = 0; i < num_cells; i += 1u << shift)
+            if (!ordered(Record{bits + (uint64_t(i >> shift) << 4), site}, old_is_write))
+                return false;
+        return true;
+    };
+    const bool has_row_of_reads = cell.read_bits && stretch.read_shift != Stretch::uniform;
+    if (!is_row_ordered(cell.write_bits, cell.write_site, stretch.write_shift, true) ||
+        (has_row_of_reads && cell.more_reads) ||
+        !is_row_ordered(cell.read_bits, cell.read_site, stretch.read_shift, false)) {
+        touch_cells(cells_of(block), 4 * begin, 4 * num_cells, record, is_write, ordered, at);
+        return;
+    }
+    // What is known of rows is out of the way.
+    const uint64_t write_bits = cell.write_bits;
+    const bool has_row_of_writes = write_bits && stretch.write_shift != Stretch::uniform;
+    if (has_row_of_writes) cell.write_bits = 0;
+    if (has_row_of_reads) cell.read_bits = 0;
+    stretch.read_shift = Stretch::uniform;
+    if (!is_write ? cell.read_bits != record.bits
+                  : cell.write_bits != record.bits || cell.read_bits)
+        touch(cell, record, is_write, ordered, at);
+    if (is_write)
+        stretch.write_shift = Stretch::uniform;
+    else
+        cell.write_bits = write_bits;
+}
+
+template <class Ordered>
+void RaceDetector::touch_cells(Cell* cells, uint64_t first, uint64_t count, const Record& record,
                                bool is_write, const Ordered& ordered, Location at) {
     const uint64_t end = first + count;
     for (uint64_t byte = first; byte < end;) {
@@ -759,17 +859,37 @@ void RaceDetector::touch_range(Cell* cells, uint64_t first, uint64_t count, cons
     }
 }
 
-Cell* RaceDetector::shared_cells(Cta& cta) {
-    if (cta.cells.empty()) cta.cells.resize(size_t(cta.shared_end) / 4 + 1);
-    return cta.cells.data();
+// The cells of a block, which count from now on.
+Cell* RaceDetector::cells_of(Block& block) {
+    if (block.has_cells) return block.cells.get();
+    if (!block.cells) block.cells = std::make_unique_for_overwrite<Cell[]>(Block::num_cells);
+    for (int which : {0, 1}) {
+        const auto& [whole, write_shift, read_shift] = block.stretches[which];
+        const uint32_t begin = block.begin(which), end = block.end(which);
+        for (uint32_t i = begin; i < end; ++i) {
+            Cell& cell = block.cells[i];
+            cell = whole;
+            if (whole.write_bits) cell.write_bits += uint64_t((i - begin) >> write_shift) << 4;
+            if (whole.read_bits) cell.read_bits += uint64_t((i - begin) >> read_shift) << 4;
+        }
+        if (whole.more_reads && end > begin) reads_[whole.more_reads].owners += end - begin - 1;
+    }
+    block.has_cells = true;
+    return block.cells.get();
 }
 
-Cell* RaceDetector::page(uint64_t number) {
-    if (number == last_page_) return last_cells_;
-    auto& cells = pages_[number];
-    if (!cells) cells = std::make_unique<Cell[]>(page_bytes / 4);
-    last_page_ = number;
-    return last_cells_ = cells.get();
+Block* RaceDetector::shared_blocks(Cta& cta) {
+    if (cta.blocks.empty()) cta.blocks.resize(size_t(cta.shared_end) / Block::num_bytes + 1);
+    return cta.blocks.data();
+}
+
+Block* RaceDetector::page(uint64_t number) {
+    PageEntry& last = last_pages_[number % last_pages_.size()];
+    if (number == last.number) return last.blocks;
+    auto& blocks = pages_[number];
+    if (!blocks) blocks = std::make_unique<Block[]>(page_bytes / Block::num_bytes);
+    last = {number, blocks.get()};
+    return last.blocks;
 }
 
 bool RaceDetector::access(Warp& w, Space space, uint64_t address, uint32_t bytes, Access access,
@@ -790,30 +910,143 @@ bool RaceDetector::access(Warp& w, Space space, uint64_t address, uint32_t bytes
     return true;
 }
 
+// A warp's ordinary access, and whether another one is before it. As a rule all lanes know the
+// same, and the cells' past is what one clock covers: then lanes need not be told apart.
+struct RaceDetector::Row {
+    const WarpClock& clock;
+    const Clock* seen;  // of all lanes, or of the one lane; null: they differ
+    Record first;       // of lane 0
+    bool is_write;
+    uint8_t shift = 0;                       // each lane has 2^shift words
+    mutable uint32_t agent = 0, moment = 0;  // the last agent asked for
+
+    bool is_before(uint64_t bits, uint64_t own) const {
+        if (uint32_t(bits ^ own) >> 4 == 0) return true;  // of the same lane
+        const Record record{bits, 0};
+        if (record.agent() != agent) {
+            agent = record.agent();
+            moment = agent == clock.agent ? clock.synced - 1 : seen->at(agent);
+        }
+        return record.moment() <= moment;
+    }
+    bool is_past(const Cell& cell, uint64_t own) const {
+        return (!cell.write_bits || is_before(cell.write_bits, own)) &&
+               (!cell.read_bits || is_before(cell.read_bits, own)) &&
+               (!is_write || !cell.more_reads);
+    }
+    void mark(Cell& cell, uint64_t own) const {
+        if (is_write) {
+            cell.write_bits = own;
+            cell.write_site = first.site;
+            cell.read_bits = 0;
+        } else {
+            cell.read_bits = own;
+            cell.read_site = first.site;
+        }
+    }
+};
+
+// Notes the access of lanes from `first_lane` on to words [begin, end) of the block; false: it has
+// to be looked at lane by lane.
+bool RaceDetector::try_row(Block& block, const Row& row, uint32_t first_lane, uint32_t begin,
+                           uint32_t end) {
+    if (!row.seen) return false;
+    const uint64_t own = row.first.bits | first_lane << 4;
+    if (block.has_cells) {
+        Cell* cells = block.cells.get();
+        for (uint32_t i = begin; i < end; ++i) {
+            if (cells[i].bytes ||
+                !row.is_past(cells[i], own + (uint64_t((i - begin) >> row.shift) << 4)))
+                return false;
+        }
+        if (!row.is_write || end - begin < Block::num_cells) {
+            for (uint32_t i = begin; i < end; ++i)
+                row.mark(cells[i], own + (uint64_t((i - begin) >> row.shift) << 4));
+            return true;
+        }
+        // They all have one past from now on.
+        block.has_cells = false;
+        block.split = 0;
+        block.stretches[1] = {};
+        row.mark(block.stretches[1].cell, own);
+        block.stretches[1].write_shift = row.shift;
+        return true;
+    }
+    if (!cut(block, begin, end)) return false;
+    const auto lane_bits = [&](int which) {
+        return own + (uint64_t((block.begin(which) - begin) >> row.shift) << 4);
+    };
+    const auto is_in = [&](int which) {
+        return block.begin(which) >= begin && block.end(which) <= end &&
+               block.begin(which) < block.end(which);
+    };
+    for (int which : {0, 1}) {
+        if (!is_in(which)) continue;
+        if ((block.begin(which) - begin) % (1u << row.shift)) return false;
+        const auto& [cell, write_shift, read_shift] = block.stretches[which];
+        // Lanes are compared where both rows are the warp's own since its lanes last met; each has
+        // the same words in both, or they are not told apart.
+        const auto is_past = [&](uint64_t bits, uint8_t shift) {
+            if (!bits) return true;
+            if (shift != row.shift && Record{bits, 0}.agent() == row.clock.agent)
+                return Record{bits, 0}.moment() < row.clock.synced;
+            return row.is_before(bits, lane_bits(which));
+        };
+        if (!is_past(cell.write_bits, write_shift) || !is_past(cell.read_bits, read_shift) ||
+            (row.is_write && cell.more_reads))
+            return false;
+    }
+    for (int which : {0, 1}) {
+        if (!is_in(which)) continue;
+        Stretch& stretch = block.stretches[which];
+        row.mark(stretch.cell, lane_bits(which));
+        (row.is_write ? stretch.write_shift : stretch.read_shift) = row.shift;
+        if (row.is_write) stretch.read_shift = Stretch::uniform;
+    }
+    return true;
+}
+
+// The same of some words that one lane accesses.
+bool RaceDetector::try_cells(Cell* cells, uint32_t count, const Row& row, uint64_t bits) {
+    if (!row.seen) return false;
+    for (uint32_t i = 0; i < count; ++i)
+        if (cells[i].bytes || !row.is_past(cells[i], bits)) return false;
+    for (uint32_t i = 0; i < count; ++i) row.mark(cells[i], bits);
+    return true;
+}
+
 void RaceDetector::shared_access(Warp& w, Cta& owner, uint32_t offset, uint32_t bytes,
                                  Access access, int lane, uint32_t flags) {
-    WarpClock& c = *w.clock;
-    c.active |= 1u << lane;
-    const Record record{c.agent, c.now, uint32_t(lane), flags, site_of(w)};
-    touch_range(shared_cells(owner), offset, bytes, record, access != Access::read,
-                [&](const Record& old, bool old_is_write) {
-                    return before_warp(c, old, record, old_is_write, access != Access::read);
-                },
+    warp_access(w, shared_blocks(owner), offset, bytes, access, lane, flags,
                 {Space::shared, offset, &owner});
 }
 
 void RaceDetector::global_access(Warp& w, uint64_t address, uint32_t bytes, Access access, int lane,
                                  uint32_t flags) {
     if (!watches_global_) return;
+    warp_access(w, page(address / page_bytes), address % page_bytes, bytes, access, lane, flags,
+                {Space::global, address, w.cta});
+}
+
+// By one lane, of bytes from `first` on, counted from the first block.
+void RaceDetector::warp_access(Warp& w, Block* blocks, uint64_t first, uint32_t bytes,
+                               Access access, int lane, uint32_t flags, const Location& at) {
     WarpClock& c = *w.clock;
     c.active |= 1u << lane;
+    const bool is_write = access != Access::read;
     const Record record{c.agent, c.now, uint32_t(lane), flags, site_of(w)};
-    touch_range(page(address / page_bytes), address % page_bytes, bytes, record,
-                access != Access::read,
-                [&](const Record& old, bool old_is_write) {
-                    return before_warp(c, old, record, old_is_write, access != Access::read);
-                },
-                {Space::global, address, w.cta});
+    const uint64_t begin = first % Block::num_bytes;
+    if (!(begin % 4 | bytes % 4) && begin + bytes <= Block::num_bytes) {
+        Cell* cells = cells_of(blocks[first / Block::num_bytes]) + begin / 4;
+        const Row row{c, &c.order(lane).view->seen, record, is_write};
+        if (try_cells(cells, bytes / 4, row, record.bits)) return;
+    }
+    touch_range(
+        blocks, first, bytes, record, is_write,
+        [&](const Record& old, bool old_is_write) {
+            return before_warp(c, old, record, old_is_write, is_write);
+        },
+        at);
 }
 
 void RaceDetector::row_access(Warp& w, Space space, uint64_t address, uint32_t bytes,
@@ -822,61 +1055,34 @@ void RaceDetector::row_access(Warp& w, Space space, uint64_t address, uint32_t b
     if (!in_shared && !watches_global_) return;
     WarpClock& c = *w.clock;
     c.active = full_mask;
-    const Record first{c.agent, c.now, 0, 0, site_of(w)};
-    // As a rule all lanes know the same, and the cells' past is what one clock covers: then lanes
-    // need not be told apart.
-    const Clock* seen = c.orders.size() == 1 ? &c.orders[0].view->seen : nullptr;
-    uint32_t agent = 0, moment = 0;  // the last one asked for
-    const auto is_before = [&](uint64_t bits, uint64_t own) {
-        if (uint32_t(bits ^ own) >> 4 == 0) return true;  // of the same lane
-        const Record record{bits, 0};
-        if (record.agent() != agent) {
-            agent = record.agent();
-            moment = agent == c.agent ? c.synced - 1 : seen->at(agent);
+    Row row{c, c.orders.size() == 1 ? &c.orders[0].view->seen : nullptr,
+            Record{c.agent, c.now, 0, 0, site_of(w)}, is_write};
+    row.shift = uint8_t(__builtin_ctz(bytes / 4));
+    for (uint32_t lane = 0; lane < warp_size;) {
+        const uint64_t own = address + uint64_t(lane) * bytes;
+        Block* blocks = in_shared ? shared_blocks(*w.cta) : page(own / page_bytes);
+        const uint64_t offset = in_shared ? own : own % page_bytes;
+        Block& block = blocks[offset / Block::num_bytes];
+        // A lane's bytes lie in one block.
+        const auto begin = uint32_t(offset % Block::num_bytes) / 4;
+        const uint32_t end = std::min(Block::num_cells, begin + ((warp_size - lane) << row.shift));
+        const uint32_t after = lane + ((end - begin) >> row.shift);
+        if (try_row(block, row, lane, begin, end)) {
+            lane = after;
+            continue;
         }
-        return record.moment() <= moment;
-    };
-    const uint32_t num_cells = bytes / 4;
-    Cell* cells = in_shared ? shared_cells(*w.cta) + address / 4 : nullptr;
-    uint64_t in_page = 0;  // cells that are left
-    for (uint32_t lane = 0; lane < warp_size; ++lane) {
-        if (!in_shared && !in_page) {  // a lane's bytes lie in one page
-            const uint64_t begin = address + uint64_t(lane) * bytes;
-            cells = page(begin / page_bytes) + begin % page_bytes / 4;
-            in_page = (page_bytes - begin % page_bytes) / 4;
-        }
-        const uint64_t bits = first.bits | lane << 4;
-        bool fast = seen;
-        for (uint32_t i = 0; fast && i < num_cells; ++i) {
-            const Cell& cell = cells[i];
-            fast = !cell.bytes && (!cell.write_bits || is_before(cell.write_bits, bits)) &&
-                   (!cell.read_bits || is_before(cell.read_bits, bits)) &&
-                   (!is_write || !cell.more_reads);
-        }
-        if (fast) {
-            for (uint32_t i = 0; i < num_cells; ++i) {
-                Cell& cell = cells[i];
-                if (is_write) {
-                    cell.write_bits = bits;
-                    cell.write_site = first.site;
-                    cell.read_bits = 0;
-                } else {
-                    cell.read_bits = bits;
-                    cell.read_site = first.site;
-                }
-            }
-        } else {
+        Cell* cells = cells_of(block) + begin;
+        for (; lane < after; ++lane, cells += bytes / 4) {
+            if (try_cells(cells, bytes / 4, row, row.first.bits | lane << 4)) continue;
             const Access access = is_write ? Access::write : Access::read;
-            const uint64_t own = address + uint64_t(lane) * bytes;
+            const uint64_t place = address + uint64_t(lane) * bytes;
             if (is_write) begin_store(at + lane * bytes, values + lane * bytes, bytes);
             if (in_shared)
-                shared_access(w, *w.cta, uint32_t(own), bytes, access, int(lane));
+                shared_access(w, *w.cta, uint32_t(place), bytes, access, int(lane));
             else
-                global_access(w, own, bytes, access, int(lane));
+                global_access(w, place, bytes, access, int(lane));
             end_store();
         }
-        cells += num_cells;
-        in_page -= in_shared ? 0 : num_cells;
     }
 }
 
@@ -892,15 +1098,25 @@ void RaceDetector::lanes_differ(Warp& w, Space space, uint64_t address, int firs
            {c.agent, c.now, uint32_t(second), 0, site_of(w)}, true, at);
 }
 
+Record RaceDetector::last_write(const Block& block, uint64_t byte) const {
+    if (!block.has_cells) {
+        const int which = byte / 4 >= block.split;
+        const auto& [cell, shift, read_shift] = block.stretches[which];
+        if (!cell.write_bits) return {};
+        return {cell.write_bits + ((byte / 4 - block.begin(which)) >> shift << 4), cell.write_site};
+    }
+    const Cell& word = block.cells[byte / 4];
+    const Cell& cell = word.bytes ? split_cells_[word.bytes][byte % 4] : word;
+    return {cell.write_bits, cell.write_site};
+}
+
 void RaceDetector::check_unwritten(Warp& w, uint64_t address, uint32_t bytes, int lane) {
     if (!watches_global_) return;
-    const Cell* cells = page(address / page_bytes);
+    const Block* blocks = page(address / page_bytes);
     const Record now{w.clock->agent, w.clock->now, uint32_t(lane), 0, site_of(w)};
     for (uint32_t i = 0; i < bytes; ++i) {
         const uint64_t byte = address % page_bytes + i;
-        const Cell& whole = cells[byte / 4];
-        const Cell& cell = whole.bytes ? split_cells_[whole.bytes][byte % 4] : whole;
-        const Record write{cell.write_bits, cell.write_site};
+        const Record write = last_write(blocks[byte / Block::num_bytes], byte % Block::num_bytes);
         if (!write.bits || agents_[write.agent()].cta->grid->has_ended()) continue;
         machine_.find(
             FaultKind::race,
@@ -959,7 +1175,7 @@ void RaceDetector::begin(const Issue& issue, uint32_t agent, uint32_t moment) {
 
 void RaceDetector::async_shared_access(Cta& cta, uint32_t offset, uint32_t bytes, Access access) {
     const bool is_write = access != Access::read;
-    touch_range(shared_cells(cta), offset, bytes, issue_record_, is_write,
+    touch_range(shared_blocks(cta), offset, bytes, issue_record_, is_write,
                 [&](const Record& old, bool old_is_write) {
                     return before_issue(old, old_is_write, is_write, false);
                 },
@@ -1066,8 +1282,8 @@ void RaceDetector::commit(const Issue& issue, uint32_t agent, uint32_t moment, C
     // come after. It does not release what the thread itself had written or seen others write.
     View& into = order_of(cta, barrier).arriving;
     const Clock& seen = issue.view->seen;
-    for (uint32_t a = 1; a < seen.moments.size(); ++a) {
-        if (!agents_[a].warp && seen.moments[a]) into.seen.raise(a, seen.moments[a]);
+    for (uint32_t a = std::max(seen.first, 1u); a < seen.end(); ++a) {
+        if (!agents_[a].warp && seen.at(a)) into.seen.raise(a, seen.at(a));
     }
     into.seen.raise(agent, moment);
     into.overwritable.raise(agent, moment);

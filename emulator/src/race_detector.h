@@ -306,8 +306,22 @@ class RaceDetector {
     void touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
                const Location& at);
     template <class Ordered>
-    void touch_range(Cell* cells, uint64_t first, uint64_t count, const Record& record,
+    void touch_range(Block* blocks, uint64_t first, uint64_t count, const Record& record,
                      bool is_write, const Ordered& ordered, Location at);
+    template <class Ordered>
+    void touch_stretch(Block& block, int which, const Record& record, bool is_write,
+                       const Ordered& ordered, const Location& at);
+    bool cut(Block& block, uint32_t begin, uint32_t end);
+    template <class Ordered>
+    void touch_cells(Cell* cells, uint64_t first, uint64_t count, const Record& record,
+                     bool is_write, const Ordered& ordered, Location at);
+    Cell* cells_of(Block& block);
+    Record last_write(const Block& block, uint64_t byte) const;
+    struct Row;
+    bool try_row(Block& block, const Row& row, uint32_t first_lane, uint32_t begin, uint32_t end);
+    bool try_cells(Cell* cells, uint32_t count, const Row& row, uint64_t bits);
+    void warp_access(Warp& w, Block* blocks, uint64_t first, uint32_t bytes, Access access,
+                     int lane, uint32_t flags, const Location& at);
     uint32_t new_reads();
     void drop_reads(uint32_t index);
     uint32_t add_read(uint32_t from, const Record& read);
@@ -325,8 +339,8 @@ class RaceDetector {
                           const Location& at, const char* more) const;
     void report(const Record& old, bool old_is_write, const Record& record, bool is_write,
                 const Location& at);
-    Cell* page(uint64_t number);
-    Cell* shared_cells(Cta& cta);
+    Block* page(uint64_t number);
+    Block* shared_blocks(Cta& cta);
 
     Machine& machine_;
     bool watches_global_;
@@ -349,9 +363,12 @@ class RaceDetector {
         uint64_t issue = 0;        // of an asynchronous access
     } past_;
     std::vector<std::array<Cell, 4>> split_cells_;
-    std::unordered_map<uint64_t, std::unique_ptr<Cell[]>> pages_;
-    uint64_t last_page_ = ~0ull;
-    Cell* last_cells_ = nullptr;
+    std::unordered_map<uint64_t, std::unique_ptr<Block[]>> pages_;
+    struct PageEntry {
+        uint64_t number = ~0ull;
+        Block* blocks = nullptr;
+    };
+    std::array<PageEntry, 16> last_pages_;  // by the low bits of their numbers
     std::unordered_map<uint64_t, Word> words_;
     uint64_t last_version_ = 0;
     std::unordered_map<const Mbarrier*, BarrierOrder> barriers_;

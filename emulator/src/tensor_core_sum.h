@@ -41,24 +41,65 @@ struct Unpacked {
     static constexpr int32_t zero_exponent = -20000;
     int32_t significand = 0, exponent = zero_exponent;
 
-    // A subnormal keeps its format's smallest exponent.
+    // A subnormal keeps its format's smallest exponent. All formats' numbers are normal doubles.
     static Unpacked from(double value, int bits, int min_exponent) {
-        if (value == 0 || !std::isfinite(value)) return {};
-        const int exponent = std::max(std::ilogb(value), min_exponent);
-        return {int32_t(std::ldexp(value, bits - exponent)), exponent};
+        constexpr int double_bits = 52;
+        const auto code = std::bit_cast<uint64_t>(value);
+        const int own = int(code >> double_bits & 0x7ff) - 1023;
+        if (own == -1023 || own == 1024) return {};
+        const int exponent = std::max(own, min_exponent);
+        const uint64_t whole = (code & ((uint64_t(1) << double_bits) - 1)) | uint64_t(1)
+                                                                                 << double_bits;
+        const auto magnitude = int32_t(whole >> std::min(double_bits - bits + exponent - own, 63));
+        return {code >> 63 ? -magnitude : magnitude, exponent};
     }
 };
 
+struct UnpackedPanel {
+    std::vector<int32_t> significands, exponents;
+    bool all_finite = true;
+
+    void set(const FloatFormat& format, const double* values, size_t num) {
+        significands.resize(num);
+        exponents.resize(num);
+        bool finite = true;
+        for (size_t i = 0; i < num; ++i) {
+            const auto part = Unpacked::from(values[i], format.mantissa_bits, 1 - format.bias);
+            significands[i] = part.significand;
+            exponents[i] = part.exponent;
+            finite &= std::isfinite(values[i]);
+        }
+        all_finite = finite;
+    }
+};
+
+// One row of A times `columns` columns of B over some K indices, and what it is added to.
+struct RowOfProducts {
+    const int32_t *a_significands, *a_exponents;  // by K index
+    const uint32_t* indices;
+    uint32_t num_indices;
+    const int32_t *b_significands, *b_exponents;  // [k][pitch]
+    uint32_t pitch, columns;
+    int fraction_bits, lead;  // by how many bits a product is shifted up at first
+    const double* accumulator;
+    int min_exponent;  // of the accumulator's format
+};
+// out[column]: the sum, where all of its terms are finite.
+void add_row_of_products(const RowOfProducts& row, double* out);
+
 class TensorCoreSum {
  public:
-    // a: [rows][k], b: [k][pitch], both panels of exact values.
+    // a: [rows][k], b: [k][pitch], both panels of exact values. unpacked_b: where B is unpacked to;
+    // it is there already if `has_b`.
     TensorCoreSum(Element a_type, Element b_type, int fraction_bits, const double* a,
-                  const double* b, uint32_t rows, uint32_t k, uint32_t pitch)
-        : a_(a), b_(b), k_(k), pitch_(pitch), fraction_bits_(fraction_bits) {
+                  const double* b, uint32_t rows, uint32_t k, uint32_t pitch,
+                  UnpackedPanel& unpacked_b, bool has_b = false)
+        : a_(a), b_(b), k_(k), pitch_(pitch), fraction_bits_(fraction_bits), right_(unpacked_b) {
         const FloatFormat &a_format = format_of(a_type), &b_format = format_of(b_type);
         lead_ = fraction_bits - a_format.mantissa_bits - b_format.mantissa_bits;
-        unpack(a_format, a, size_t(rows) * k, a_significands_, a_exponents_);
-        unpack(b_format, b, size_t(k) * pitch, b_significands_, b_exponents_);
+        left_.set(a_format, a, size_t(rows) * k);
+        if (!has_b) unpacked_b.set(b_format, b, size_t(k) * pitch);
+        all_finite_ = left_.all_finite && right_.all_finite;
     }
 
     // out[column] = accumulator[column] + the products of the row and the column, over the K
@@ -67,64 +108,24 @@ class TensorCoreSum {
     template <class Takes>
     void row(uint32_t row, uint32_t columns, const double* accumulator, int min_exponent,
              double* out, Takes takes) {
-        largest_.assign(columns, Unpacked::zero_exponent);
-        sum_.assign(columns, 0);
-        addends_.resize(columns);
-        for (uint32_t n = 0; n < columns; ++n) {
-            addends_[n] = Unpacked::from(accumulator[n], 23, min_exponent);
-            largest_[n] = addends_[n].exponent;
-        }
-        const size_t first_a = size_t(row) * k_;
-        int32_t* largest = largest_.data();
-        int64_t* sum = sum_.data();
-        for (uint32_t i = 0; i < k_; ++i) {
-            const int32_t a_exponent = a_exponents_[first_a + i];
-            if (!takes(i) || a_exponent == Unpacked::zero_exponent) continue;
-            const int32_t* b_exponents = b_exponents_.data() + size_t(i) * pitch_;
-            for (uint32_t n = 0; n < columns; ++n)
-                largest[n] = std::max(largest[n], a_exponent + b_exponents[n]);
-        }
-        for (uint32_t i = 0; i < k_; ++i) {
-            const int32_t a_exponent = a_exponents_[first_a + i];
-            if (!takes(i) || a_exponent == Unpacked::zero_exponent) continue;
-            const int32_t a = a_significands_[first_a + i];
-            const int32_t* b = b_significands_.data() + size_t(i) * pitch_;
-            const int32_t* b_exponents = b_exponents_.data() + size_t(i) * pitch_;
-            for (uint32_t n = 0; n < columns; ++n) {
-                const int32_t product = a * b[n];
-                const int32_t down = std::min(largest[n] - a_exponent - b_exponents[n], 31);
-                const int32_t magnitude = (std::abs(product) << lead_) >> down;
-                sum[n] += product < 0 ? -magnitude : magnitude;
-            }
-        }
-        for (uint32_t n = 0; n < columns; ++n) {
-            if (!finite(row, n, accumulator[n], takes)) {
-                out[n] = special(row, n, accumulator[n], takes);
-                continue;
-            }
-            const int32_t down =
-                largest_[n] - addends_[n].exponent + std::max(23 - fraction_bits_, 0);
-            const int64_t whole = int64_t(std::abs(addends_[n].significand))
-                                  << std::max(fraction_bits_ - 23, 0);
-            const int64_t magnitude = whole >> std::min(down, 62);
-            sum_[n] += addends_[n].significand < 0 ? -magnitude : magnitude;
-            out[n] = sum_[n] ? std::ldexp(double(sum_[n]), largest_[n] - fraction_bits_) : 0.0;
+        const int32_t* exponents = left_.exponents.data() + size_t(row) * k_;
+        indices_.clear();
+        for (uint32_t i = 0; i < k_; ++i)
+            if (takes(i) && exponents[i] != Unpacked::zero_exponent) indices_.push_back(i);
+        addends_.assign(accumulator, accumulator + columns);  // which may be `out`
+        add_row_of_products(
+            {left_.significands.data() + size_t(row) * k_, exponents, indices_.data(),
+             uint32_t(indices_.size()), right_.significands.data(), right_.exponents.data(), pitch_,
+             columns, fraction_bits_, lead_, addends_.data(), min_exponent},
+            out);
+        bool any = !all_finite_;
+        for (uint32_t n = 0; n < columns; ++n) any |= !std::isfinite(addends_[n]);
+        for (uint32_t n = 0; any && n < columns; ++n) {
+            if (!finite(row, n, addends_[n], takes)) out[n] = special(row, n, addends_[n], takes);
         }
     }
 
  private:
-    void unpack(const FloatFormat& format, const double* values, size_t num,
-                std::vector<int32_t>& significands, std::vector<int32_t>& exponents) {
-        significands.resize(num);
-        exponents.resize(num);
-        for (size_t i = 0; i < num; ++i) {
-            const auto part = Unpacked::from(values[i], format.mantissa_bits, 1 - format.bias);
-            significands[i] = part.significand;
-            exponents[i] = part.exponent;
-            all_finite_ &= std::isfinite(values[i]);
-        }
-    }
-
     template <class Takes>
     bool finite(uint32_t row, uint32_t column, double accumulator, Takes takes) const {
         if (!std::isfinite(accumulator)) return false;
@@ -149,13 +150,21 @@ class TensorCoreSum {
     uint32_t k_, pitch_;
     int fraction_bits_, lead_ = 0;
     bool all_finite_ = true;
-    std::vector<int32_t> a_significands_, a_exponents_, b_significands_, b_exponents_, largest_;
-    std::vector<Unpacked> addends_;
-    std::vector<int64_t> sum_;
+    UnpackedPanel left_;
+    const UnpackedPanel& right_;
+    std::vector<uint32_t> indices_;
+    std::vector<double> addends_;
 };
 
 // A sum as an .f32 code: cut to `mantissa_bits`, infinite when it is too large.
 inline uint32_t cut_to_f32(double sum, int mantissa_bits) {
+    const auto code = std::bit_cast<uint64_t>(sum);
+    const uint64_t exponent = code >> 52 & 0x7ff;
+    if (exponent - (1023 - 126) < 254) {  // a normal .f32
+        const auto cut = uint32_t((code & ~(0xfff0000000000000ull)) >> (52 - mantissa_bits))
+                         << (23 - mantissa_bits);
+        return uint32_t(code >> 63) << 31 | uint32_t(exponent - (1023 - 127)) << 23 | cut;
+    }
     if (std::isnan(sum)) return 0x7fffffff;
     if (std::isinf(sum) || std::fabs(sum) >= 0x1p128)
         return std::signbit(sum) ? 0xff800000 : 0x7f800000;

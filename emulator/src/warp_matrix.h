@@ -54,10 +54,14 @@ struct WarpMma {
     Element a_type = Element::f16, b_type = Element::f16;
     Accumulator d_type = Accumulator::f32;
     uint32_t k = 16;
+    bool is_sparse = false;
+    SparseMetadata sparse;
 
     uint32_t elements_per_register() const { return 4 / container_bytes(a_type); }
-    uint32_t num_a_registers() const { return 16 * k / elements_per_register() / 32; }
-    uint32_t num_b_registers() const { return num_a_registers() / 2; }
+    uint32_t num_a_registers() const {
+        return 16 * (is_sparse ? k / 2 : k) / elements_per_register() / 32;
+    }
+    uint32_t num_b_registers() const { return 8 * k / elements_per_register() / 32; }
 
     void run(const uint32_t* const* a, const uint32_t* const* b, const uint32_t* const* c,
              uint32_t* const* d, Panels& panels) const {
@@ -82,6 +86,7 @@ struct WarpMma {
                 }
             }
         }
+        if (is_sparse) sparse.spread(a_type, k, panels.a.data());
         if (d_type == Accumulator::s32)
             add_integers(c, d, panels);
         else
@@ -99,8 +104,9 @@ struct WarpMma {
     // then of the other two, in .f16 tensor cores, and C at last.
     void add_floats(const uint32_t* const* c, uint32_t* const* d, const Panels& panels) const {
         const bool f16 = d_type == Accumulator::f16, fp8 = is_fp8(a_type);
+        static thread_local UnpackedPanel right;
         TensorCoreSum sums(fp8 ? Element::f16 : a_type, fp8 ? Element::f16 : b_type, 25,
-                           panels.a.data(), panels.b.data(), 16, k, panels.pitch);
+                           panels.a.data(), panels.b.data(), 16, k, panels.pitch, right);
         const int min_exponent = f16 ? -14 : -126;
         auto rounded = [&](double sum) {
             return f16 ? double(f16_to_float(uint16_t(encode(

@@ -717,3 +717,71 @@ def test_accesses_side_by_side_race_where_they_overlap(element, place, is_ordere
         assert 0 <= race.address - region.ctypes.data - (first + 31 * size) < size
     else:
         assert 0 <= race.address - 1024 - 31 * size < size
+
+
+# ---- rows of lanes: what one warp touches together, and another one otherwise
+
+ROWS = """
+template <class T> __device__ void touch(u32* data, int first, int stores) {
+    T* at = reinterpret_cast<T*>(data + first) + threadIdx.x % 32;
+    if (stores) {
+        T value = {};
+        *at = value;
+    } else {
+        volatile u32 kept = *reinterpret_cast<u32*>(at);
+        T value = *at;
+        asm volatile("" :: "r"(reinterpret_cast<u32&>(value)) : "memory");
+    }
+}
+__device__ void row(u32* data, int first, int words, int stores) {
+    if (words == 1) touch<u32>(data, first, stores);
+    if (words == 2) touch<uint2>(data, first, stores);
+    if (words == 4) touch<uint4>(data, first, stores);
+}
+KERNEL()(u32* global, int in_shared, int first, int words, int second, int more, int ordered) {
+    u32* data = in_shared ? (u32*)dynamic_shared : global;
+    for (int i = threadIdx.x; i < 512; i += 64) data[i] = i;
+    __syncthreads();
+    if (threadIdx.x < 32) row(data, first, words, 1);
+    if (ordered) __syncthreads();
+    if (threadIdx.x >= 32) row(data, second, more, 0);
+    __syncthreads();
+    if (threadIdx.x < 32) row(data, second, more, 1);
+    if (ordered) __syncthreads();
+    if (threadIdx.x == 63 && ordered) data[second + 5] = 1;
+}
+"""
+
+
+@pytest.mark.parametrize("in_shared", [0, 1])
+@pytest.mark.parametrize(
+    ("first", "words", "second", "more"),
+    [
+        (0, 1, 0, 1),
+        (0, 1, 31, 1),
+        (0, 1, 32, 1),
+        (4, 1, 36, 1),
+        (4, 1, 35, 1),
+        (4, 1, 3, 1),
+        (4, 4, 4, 4),
+        (4, 4, 132, 4),
+        (4, 4, 128, 4),
+        (2, 2, 0, 4),
+        (6, 2, 70, 1),
+        (6, 2, 69, 1),
+        (64, 1, 96, 2),
+        (65, 1, 96, 2),
+        (65, 1, 34, 2),
+    ],
+)
+def test_rows_of_lanes_race_where_they_overlap(
+    in_shared: int, first: int, words: int, second: int, more: int
+) -> None:
+    overlap = first < second + 32 * more and second < first + 32 * words
+    # NumPy's arrays start anywhere in 128 bytes.
+    for shift in (0, 4):
+        data = aligned(np.zeros(520, np.uint32))[shift : shift + 512]
+        arguments = (data, in_shared, first, words, second, more)
+        assert run_kernel(ROWS, *arguments, 1, threads=64, stop_at_findings=False) == []
+        findings = run_kernel(ROWS, *arguments, 0, threads=64, stop_at_findings=False)
+        assert {finding.kind for finding in findings} == ({"race"} if overlap else set())

@@ -411,3 +411,87 @@ def test_some_shapes_have_no_reduction() -> None:
     body = LOAD_REDUCE.replace("ld.red.sync.aligned.32x32b.x4", "ld.red.sync.aligned.16x64b.x4")
     with pytest.raises(InvalidPtx, match=r"this shape has no \.red"):
         Machine().load(entry(body.replace("FORM", "min.u32"), 2))
+
+
+# ---- sparse matrices
+
+SPARSE = """
+mov.u32 %r0, %tid.x; mad.wide.u32 %rd0, %r0, 4, %p0; mad.wide.u32 %rd1, %r0, 4, %p1;
+mad.wide.u32 %rd2, %r0, 4, %p2; mad.wide.u32 %rd3, %r0, 4, %p3;
+"""
+
+
+@pytest.mark.parametrize(("kind", "k"), [("s8", 64), ("s8", 32), ("f16", 32), ("f16", 16)])
+def test_products_with_a_sparse_matrix(kind: str, k: int) -> None:
+    rng = np.random.default_rng(k)
+    size = 1 if kind == "s8" else 2
+    dtype = np.int8 if kind == "s8" else np.float16
+    a, b = rng.integers(-4, 5, (16, k // 2)), rng.integers(-4, 5, (k, 8))
+    pairs = np.array([(i, j) for i in range(4) for j in range(i + 1, 4)])
+    kept = pairs[rng.integers(0, 6, (16, k // 4))]
+    dense = np.zeros((16, k), np.int64)
+    words = np.zeros(32, np.uint32)
+    selector = (0 if k == 64 else 1) if kind == "s8" else 1 if k == 32 else 2
+    for row in range(16):
+        for group in range(k // 4):
+            first, second = kept[row, group]
+            dense[row, 4 * group + first] = a[row, 2 * group]
+            dense[row, 4 * group + second] = a[row, 2 * group + 1]
+            if kind == "s8":  # a register has 32 elements of a row; rows 8 apart are neighbours
+                thread = row // 8 + (4 * group // 32 * 2 if k == 64 else 2 * selector)
+                bit = 4 * group % 32
+            else:  # half a register has 16 elements of a row
+                thread = selector if k == 16 else 2 * selector + 4 * group // 16
+                bit = 16 * (row // 8) + 4 * group % 16
+            words[row % 8 * 4 + thread] |= np.uint32((first | second << 2) << bit)
+    per = 4 // size
+    lanes = np.arange(32)
+
+    def fragment(matrix: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(matrix[rows, columns].astype(dtype)).view(np.uint32)[..., 0]
+
+    element = np.arange(per)
+    num_a, num_b = 16 * k // 2 // per // 32, 8 * k // per // 32
+    a_words = np.stack([
+        fragment(
+            a,
+            (lanes // 4 + 8 * (r & 1))[:, None],
+            per * (lanes % 4)[:, None] + element + 4 * per * (r >> 1),
+        )
+        for r in range(num_a)
+    ])  # fmt: skip
+    b_words = np.stack([
+        fragment(b, per * (lanes % 4)[:, None] + element + 4 * per * r, (lanes // 4)[:, None])
+        for r in range(num_b)
+    ])  # fmt: skip
+    out = np.zeros((4, 32), np.uint32)
+    loads = "".join(f"ld.global.u32 %r{10 + i}, [%rd1+{128 * i}];" for i in range(num_a))
+    loads += "".join(f"ld.global.u32 %r{20 + i}, [%rd2+{128 * i}];" for i in range(num_b))
+    named = [", ".join(f"%r{f + i}" for i in range(n)) for f, n in ((10, num_a), (20, num_b))]
+    types = "s32.s8.s8.s32" if kind == "s8" else "f32.f16.f16.f32"
+    run_body(
+        SPARSE
+        + f"{loads} ld.global.u32 %r30, [%rd3]; mov.u32 %r40, 0;"
+        + f"mma.sp::ordered_metadata.sync.aligned.m16n8k{k}.row.col.{types} {{%r1, %r2, %r3, %r4}},"
+        f" {{{named[0]}}}, {{{named[1]}}}, {{%r40, %r40, %r40, %r40}}, %r30, {selector};"
+        + "".join(f"st.global.u32 [%rd0+{128 * i}], %r{1 + i};" for i in range(4)),
+        out,
+        a_words,
+        b_words,
+        words,
+    )
+    expected = dense @ b
+    values = out.view(np.int32 if kind == "s8" else np.float32)
+    for i in range(4):
+        assert np.array_equal(values[i], expected[lanes // 4 + 8 * (i // 2), lanes % 4 * 2 + i % 2])
+
+
+def test_metadata_of_one_element_twice_is_an_error() -> None:
+    body = (
+        "mov.u32 %r1, 0; mma.sp::ordered_metadata.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+        " {%r2, %r3, %r4, %r5}, {%r1, %r1}, {%r1, %r1}, {%r1, %r1, %r1, %r1}, %r1, 0;"
+    )
+    with pytest.raises(InvalidOperation, match="sparse metadata 0x0 of row 0"):
+        run_body(body)
+    with pytest.raises(InvalidPtx, match="selector"):
+        run_body(body[:-2] + "4;")

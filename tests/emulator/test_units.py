@@ -29,6 +29,7 @@ def units(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
             *("g++", "-std=c++20", "-O2", "-shared", "-fPIC", f"-I{SOURCES}"),
             str(Path(__file__).parent / "unit_hooks.cpp"),
             str(SOURCES / "dot_kernel.cpp"),
+            str(SOURCES / "tensor_core_sum.cpp"),
             *("-o", str(library)),
         ],
         check=True,

@@ -125,7 +125,8 @@ int run_mma(int kind, int cta_group, uint32_t idesc, uint64_t a, uint64_t b, uin
 }
 
 float sum_like_hopper(const double* a, const double* b, int k, double d) {
-    TensorCoreSum sums(Element::e5m2, Element::e5m2, 13, a, b, 1, uint32_t(k), 1);
+    UnpackedPanel right;
+    TensorCoreSum sums(Element::e5m2, Element::e5m2, 13, a, b, 1, uint32_t(k), 1, right);
     double sum;
     sums.row(0, 1, &d, -126, &sum, [](uint32_t) { return true; });
     return std::bit_cast<float>(cut_to_f32(sum, 13));

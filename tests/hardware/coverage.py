@@ -9,6 +9,7 @@ from .case import Case
 
 _SM100 = "SM100 only"
 _LATER = "our kernels do not use it; not recorded yet"
+_SEVERAL = "several GPUs"
 NOT_RECORDED = {
     "brkpt": "ends the context",
     "trap": "ends the context",
@@ -17,12 +18,18 @@ NOT_RECORDED = {
     "clusterlaunchcontrol.query_cancel.is_canceled": _SM100,
     "clusterlaunchcontrol.try_cancel": _SM100,
     "cp.async.mbarrier.arrive": _LATER,
+    "mma.sp": _LATER,
+    "mma.sp::ordered_metadata": _LATER,
+    "multimem.ld_reduce": _SEVERAL,
+    "multimem.red": _SEVERAL,
+    "multimem.st": _SEVERAL,
     "prefetch.const.tensormap": "the tensor map would have to be in constant memory",
     "red.async": _LATER,
     "st.async": _LATER,
     "st.bulk": _SM100,
     "stackrestore": _LATER,
     "stacksave": _LATER,
+    "wgmma.mma_async.sp": _LATER,
 }
 _SIMD = ("vabsdiff", "vadd", "vavrg", "vmax", "vmin", "vset", "vsub")
 NOT_RECORDED_FAMILIES = {

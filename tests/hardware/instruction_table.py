@@ -30,12 +30,11 @@ A module that has one of these does not load; the error names the line.
 | instruction | what of it |
 |---|---|
 | `cp.async.bulk.tensor` | `.im2col` and its kinds |
-| `cvt` | `.rs`, stochastic rounding |
-| `mma`, `wgmma.mma_async`, `tcgen05.mma` | sparse matrices (`.sp`) |
+| `mma` | a sparse A of 4-bit or 6-bit elements, or with scales |
 | `mma` | m8n8k4 of halves, elements of one and four bits (`.b1`, `.u4`, `.s4`) |
-| `multimem.*` | all |
+| `multimem.*` | FP8 |
 | `st.async`, `red.async` | to global memory (`.mmio`) |
-| `tcgen05.mma` | `.ws`, K = 96 |
+| `tcgen05.mma` | sparse A (`.sp`), `.ws`, K = 96 |
 | `tex`, `tld4`, `txq`, `istypep`, `suld`, `sust`, `sured`, `suq` | textures and surfaces |
 | `vadd`, `vsub`, `vabsdiff`, `vmin`, `vmax`, `vshl`, `vshr`, `vmad`, `vset` | of one value |
 """

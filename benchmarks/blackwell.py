@@ -23,6 +23,7 @@ import numpy as np
 
 from deep_moe.emulator import Chip, chips
 from deep_moe.heuristics.presets import preset_shape
+from deep_moe.heuristics.segments import align_up
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.trial.simulated import simulate_call
 
@@ -40,6 +41,7 @@ PUBLISHED = {
     ("pro", 8192): 2818.0,
     ("pro", 32768): 10655.0,
 }
+PUBLISHED_CHIP, PUBLISHED_RANKS = "b200", 8
 _MIRRORED_TOKENS = 64  # from which on one rank is simulated, and its peers mirror it
 
 
@@ -63,10 +65,11 @@ def draw(chip: Chip, number: int) -> Chip:
 def simulate(
     which: str, model: str, num_ranks: int, num_tokens: int, chip: Chip, headers: Path | None
 ) -> dict[str, Any]:
-    """Microseconds of one call's kernel: the mean over ranks, as the published figures are."""
-    shape = preset_shape(
-        f"deepseek-v4-{model}", num_ranks=num_ranks, num_max_tokens_per_rank=num_tokens
-    )
+    """Microseconds of one call's kernel: the mean over ranks, as the published figures are. Of so
+    many ranks that they cannot share the model's experts evenly, it has a few more."""
+    shape = preset_shape(f"deepseek-v4-{model}", num_ranks=1, num_max_tokens_per_rank=num_tokens)
+    num_experts = align_up(shape.num_experts, num_ranks)
+    shape = dataclasses.replace(shape, num_ranks=num_ranks, num_experts=num_experts)
     mirrored = num_ranks > 1 and num_tokens >= _MIRRORED_TOKENS
     began = time.process_time()
     if which == "ours":
@@ -91,7 +94,7 @@ def quantiles(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def table(results: Iterable[dict[str, Any]]) -> str:
+def table(results: Iterable[dict[str, Any]], chip: str = PUBLISHED_CHIP) -> str:
     """Points as rows: nominal times and intervals over draws, in microseconds."""
     found: dict[tuple[str, int, int], dict[str, dict[int, float]]] = {}
     for one in results:
@@ -103,7 +106,8 @@ def table(results: Iterable[dict[str, Any]]) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for (model, ranks, tokens), kernels in sorted(found.items()):
-        published = PUBLISHED.get((model, tokens)) if ranks == 8 else None
+        is_published = ranks == PUBLISHED_RANKS and chip == PUBLISHED_CHIP
+        published = PUBLISHED.get((model, tokens)) if is_published else None
         cells = [model, str(ranks), str(tokens), f"{published or '':}"]
         for kernel in ("rival", "ours"):
             cells += _cells(kernels.get(kernel, {}), 1)
@@ -161,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record["results"].append(dict(zip(keys, point, strict=True)) | times)
         given.json.write_text(json.dumps(record, indent=1) + "\n")
         print(*point, f"{times['us']:.1f} us", flush=True)
-    print(table(record["results"]))
+    print(table(record["results"], record["chip"]))
 
 
 if __name__ == "__main__":

@@ -143,12 +143,13 @@ def choose_tile(expected: Fraction, tiles: tuple[Tile, ...] = TILES) -> Tile:
     >>> choose_tile(Fraction(1536), (*TILES, WIDE_TILE)).block_m
     240
     """
+    return min(tiles, key=lambda tile: expected_cost(expected, tile.block_m))
+
+
+def expected_cost(expected: Fraction, block_m: int) -> float:
+    """Of an expert's blocks with such tiles, in rows of products, if its tokens scatter so."""
     counts = likely_counts(float(expected), 0.0)
-
-    def cost(tile: Tile) -> float:
-        return sum(probability * expert_cost(n, tile.block_m) for n, probability in counts)
-
-    return min(tiles, key=cost)
+    return sum(probability * expert_cost(n, block_m) for n, probability in counts)
 
 
 def expert_cost(num_tokens: int, block_m: int) -> float:

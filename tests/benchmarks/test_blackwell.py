@@ -7,11 +7,12 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import sm100_rival
+from benchmarks import blackwell, sm100_rival
 from benchmarks.blackwell import NOMINAL, draw, table
 from benchmarks.sm100_rival import RivalBuffer, RivalConfig, compile_rival, simulate_rival
 from deep_moe.emulator import chips
@@ -95,7 +96,24 @@ def test_the_rival_takes_as_long_with_mirrored_peers(monkeypatch: pytest.MonkeyP
     assert times[1][0].link_bytes == first.link_bytes
 
 
-def test_the_page_has_the_table_of_the_record():
-    record = json.loads((ROOT / "benchmarks/results/simulated/b200-2026-11-27.json").read_text())
+def test_a_call_of_72_ranks_has_experts_that_they_share_evenly(monkeypatch: pytest.MonkeyPatch):
+    seen: list[MoEShape] = []
+
+    def simulate_call(shape: MoEShape, *_: Any, **__: Any) -> SimpleNamespace:
+        seen.append(shape)
+        launch = SimpleNamespace(ns=1e3, clock_mhz=1.0, hbm_bytes=0)
+        return SimpleNamespace(launches=[launch])
+
+    monkeypatch.setattr(blackwell, "simulate_call", simulate_call)
+    for num_ranks in (8, 72):
+        assert blackwell.simulate("ours", "flash", num_ranks, 512, B200, None)["us"] == 1
+    assert [(shape.num_ranks, shape.num_experts) for shape in seen] == [(8, 256), (72, 288)]
+
+
+@pytest.mark.parametrize("chip", ["b200", "b300", "gb200"])
+def test_the_page_has_the_table_of_the_record(chip: str):
+    path = ROOT / f"benchmarks/results/simulated/{chip}-2026-11-27.json"
+    record = json.loads(path.read_text())
     page = (ROOT / "docs/blackwell.md").read_text()
-    assert table(record["results"]) in page
+    assert record["chip"] == chip
+    assert table(record["results"], chip) in page

@@ -6,22 +6,32 @@ what a tensor means is what the format's `StoredForm` says of one matrix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from deep_moe.errors import CheckpointError
+from deep_moe.tensor_memory import check_memory
 from deep_moe.weights import folder_module
 from deep_moe.weights.layers import LayerWeights
 from deep_moe.weights.stored_form import StoredForm, Suffixes
+
+from .unsupported import UnsupportedError
 
 if TYPE_CHECKING:
     from deep_moe.tokens import TokenFormatName
     from deep_moe.weights import WeightsName
 
 LAYERS = ("w13", "w2")
+# What may lie beside weights without changing them: scales of tokens, which the kernel makes
+# itself; sizes; biases, of which adapters ask whether any were loaded; scales in an order of the
+# engine's, and an order of columns, of which a loader tells whether it was loaded.
+_HARMLESS = (
+    *("_input_scale", "_input_global_scale", "_weight_shape", "_bias"),
+    *("_blockscale_swizzled", "_weight_g_idx", "_g_idx_sort_indices"),
+)
 
 # In place of scales that were made up: of UE8M0 2^-7, as engines make them up, and of others about
 # as small, so that products of any values are finite.
@@ -55,10 +65,14 @@ class EngineForm:
         return tuple(layer + suffix for suffix in self.suffixes.values())
 
     @property
+    def weight_tensors(self) -> tuple[str, ...]:
+        """Of both layers."""
+        return tuple(name for layer in LAYERS for name in self.tensors_of(layer))
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         """Of both layers, and of biases: what must have been loaded."""
-        of_layers = tuple(name for layer in LAYERS for name in self.tensors_of(layer))
-        return (*of_layers, *self.biases)
+        return (*self.weight_tensors, *self.biases)
 
     @property
     def kernel_tensors(self) -> tuple[str, ...]:
@@ -68,7 +82,8 @@ class EngineForm:
         return (*of_layers, *self.biases)
 
     def size_of(self, weight: torch.Tensor) -> tuple[int, int]:
-        """Rows and columns of one expert's values, by the tensor of all experts."""
+        """Rows and columns of one expert's values, by the tensor of all experts, which has three
+        dimensions."""
         rows, columns = weight.shape[:0:-1] if self.is_transposed else weight.shape[1:]
         return rows, columns * self.stored.values_per_element
 
@@ -125,6 +140,11 @@ class EngineForm:
         own = {}
         for key, tensor in tensors.items():
             whole = tensor[0]
+            if whole.dim() > 2:
+                raise CheckpointError(
+                    f"{labels[key]} must have at most two dimensions of each expert; got shape "
+                    f"{[*whole.shape]}"
+                )
             if self.is_transposed and whole.dim() == 2:
                 whole = whole.t()
             if key == "scale" and self.scale_dtype is not None:
@@ -153,6 +173,47 @@ class EngineForm:
         return torch.full(tensor.shape, _MADE_UP, device=tensor.device).to(tensor.dtype)
 
 
+def in_engines_words(reason: str, tensors: Sequence[str]) -> str:
+    """A reason that speaks of l1[1] or l1_weights[1], with the engine's names. tensors: of both
+    layers, as many of each.
+
+    >>> in_engines_words("l2[1] must be float32", ["w13", "w13_scale", "w2", "w2_scale"])
+    'w2_scale must be float32'
+    """
+    num_tensors = len(tensors) // 2
+    for place, name in enumerate(tensors):
+        layer, index = divmod(place, num_tensors)
+        for word in ("", "_weights"):
+            reason = reason.replace(f"l{layer + 1}{word}[{index}]", name)
+    return reason
+
+
+def check_known(module: torch.nn.Module, tensors: Iterable[str]) -> None:
+    """Raise UnsupportedError if a layer has tensors beside those of its form, `tensors`, that may
+    change what these mean."""
+    known = {*tensors, *(layer + suffix for layer in LAYERS for suffix in _HARMLESS)}
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and name not in known and name.startswith(LAYERS):
+            raise UnsupportedError(f"nobody knows what {name} means for the weights")
+
+
+def own_tensors(module: torch.nn.Module, tensors: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Of a layer, by name. Raises UnsupportedError for one that is not there, or has no values."""
+    own = {}
+    for name in tensors:
+        tensor = getattr(module, name, None)
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedError(f"there is no tensor {name}")
+        try:
+            check_memory(name, tensor)
+        except ValueError as error:
+            raise UnsupportedError(str(error)) from None
+        if not tensor.numel():
+            raise UnsupportedError(f"{name} is empty, of shape {[*tensor.shape]}")
+        own[name] = tensor.data
+    return own
+
+
 def of_format(weights: str, suffixes: Suffixes, **more: Any) -> EngineForm:
     """The form of a format's tensors that have such suffixes in checkpoints, each with a `.` where
     the parameters' names have a `_`."""
@@ -165,7 +226,9 @@ def of_format(weights: str, suffixes: Suffixes, **more: Any) -> EngineForm:
 
 def _narrowed(name: str, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Scales in the type that checkpoints have them in, or CheckpointError if they are no numbers
-    of it."""
+    of it. An engine may hold them in float32."""
+    if scales.dtype not in (dtype, torch.float32):
+        raise CheckpointError(f"{name} must be {dtype} or torch.float32; got {scales.dtype}")
     made = scales.to(dtype)
     wrong = ((made != scales) & ~scales.isnan()).nonzero()
     if wrong.numel():

@@ -7,7 +7,7 @@ expert-major, so such a balancer can permute experts in place. Nothing waits for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +35,7 @@ from deep_moe.weights.transform import (
     transform_weights_for_mega_moe,
 )
 
-from .engine_form import LAYERS, EngineForm
+from .engine_form import LAYERS, EngineForm, in_engines_words
 from .kernels_ahead import KernelsAhead
 from .shared_buffers import LayerSizes, SharedBuffers
 from .switch import ON, SM100_VARIABLE, read_sm100
@@ -61,6 +61,7 @@ class ServedExperts:
     arch: a target's name; None for that of `device`.
     form: how the engine keeps the weights that `load` is given; None: as checkpoints of MXFP4, FP8
         with scales of blocks, and BF16 have them.
+    names: without a form, of the engine's tensors in `load`, of both layers, for reasons.
 
     Making one is a meeting of all ranks, and so is `load`, where `agree` says. Raises
     UnsupportedError for sizes that the kernel does not take, before ranks meet.
@@ -75,6 +76,7 @@ class ServedExperts:
         max_tokens_per_rank: int,
         arch: str | None = None,
         form: EngineForm | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         num_ranks = 1 if group is None else group.size()
         check_sizes(
@@ -93,6 +95,7 @@ class ServedExperts:
         self.max_tokens_per_rank = max_tokens_per_rank
         self.arch = arch
         self.form = form
+        self.names = names if form is None else form.weight_tensors
         self.num_local_experts = sizes.num_experts // num_ranks
         self.weights: MegaMoEWeights | None = None
         self.biases: MegaMoEBiases | None = None
@@ -208,6 +211,7 @@ class ServedExperts:
         )
 
     def _refusal(self, reason: str) -> Exception:
+        reason = in_engines_words(reason, self.names)
         if self.weights is None:
             return UnsupportedError(reason)
         return DeepMoEError(f"weights that replace others cannot be laid out: {reason}")
@@ -261,11 +265,18 @@ class ServedExperts:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What the kernel reads: values of both layers, each followed by its scales, if the format
-        has some; then both layers' biases, if there are some. All [E, ...], those of one byte as
-        uint8, which every collective takes. Experts may be permuted in them between calls."""
+        has some; then both layers' biases, if there are some. Those of one byte as uint8, which
+        every collective takes. Experts may be permuted in them between calls.
+
+        Values and scales are [E, ...] in two dimensions, biases [E, N, 1]. Checkpoints never have
+        these shapes, so that torch refuses to copy what they have into this memory.
+        """
         assert self.weights is not None
         own = [tensor for layer in self.weights for tensor in layer if tensor.numel()]
-        return (*map(_bytes, own), *(self.biases or ()))
+        return (
+            *(_bytes(tensor).flatten(1) for tensor in own),
+            *(bias.unsqueeze(-1) for bias in self.biases or ()),
+        )
 
     def whole_weights(self) -> MegaMoEWeights:
         """For a call. Raises DeepMoEError if there are none, or some were replaced when it turned

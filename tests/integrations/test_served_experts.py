@@ -453,3 +453,20 @@ def test_a_work_space_that_a_sleeping_engine_forgot_begins_anew():
     layer.load(*source(0))
     layer.renew()
     assert torch.equal(call(layer, IDS), before)
+
+
+@parametrize("arch", ["sm_90a", "sm_100a"], everyday=["sm_100a"])
+@pytest.mark.parametrize("num_experts", [1, 4])
+def test_what_checkpoints_have_cannot_be_copied_over_the_kernels_layout(
+    arch: str, num_experts: int
+) -> None:
+    """On some targets the layout of a layer has as many rows and columns as the checkpoint's."""
+    sizes = LayerSizes(num_experts, 1, 256, 128, "bf16", "bf16")
+    layer = ServedExperts(sizes, Swiglu(), None, CPU, 8, arch)
+    given = torch.randn(num_experts, 256, 256).bfloat16(), torch.randn(num_experts, 256, 128)
+    layer.load(given[0], given[1].bfloat16())
+    for tensor, own in zip(given, layer.tensors(), strict=True):
+        assert own.data_ptr() in [weights.weight.data_ptr() for weights in layer.whole_weights()]
+        for source in (tensor, tensor[0], tensor[:, :1]):
+            with pytest.raises(RuntimeError):
+                own.copy_(source)

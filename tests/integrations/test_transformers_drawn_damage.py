@@ -4,7 +4,6 @@ was damaged; and gives back what it took."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 import deep_moe.integrations.transformers as adapter
 from deep_moe.errors import DeepMoEError
 
-from ..checkpoint.test_drawn_damage import DTYPES, SHAPES
+from .drawn_damage import DAMAGES as OF_TENSORS
+from .drawn_damage import Damaged, Naming, Words, names_one_of
 
 # In front of what has the same condition: a second import of a skipped module finds half of it.
 transformers = pytest.importorskip("transformers", minversion="5.16.1")
@@ -40,9 +40,7 @@ FORMS: dict[str, dict[str, Any] | None] = {
     "BF16": None,
     "gpt-oss": None,
 }
-# Either the values are as they were, or the reason has one of these words; without words, the
-# former.
-Words = list[str]
+NAMING = Naming(LAYERS, SCALES, ["_zero_point", "_scale_2", "_bias_2", "_g_idx", "_lora_a"])
 
 
 @pytest.fixture(autouse=True)
@@ -82,115 +80,9 @@ def sound(form: str) -> Any:
         module = GptOssExperts(config).bfloat16()
     generator = torch.Generator().manual_seed(1)
     for name, tensor in own_tensors(module).items():
-        set_tensor(module, name, value_of(name, tensor, generator))
+        value = torch.nn.Parameter(value_of(name, tensor, generator), requires_grad=False)
+        setattr(module, name, value)
     return module
-
-
-def set_tensor(module: Any, name: str, tensor: torch.Tensor) -> None:
-    setattr(module, name, torch.nn.Parameter(tensor, requires_grad=False))
-
-
-class Damaged:
-    """A module, and what is drawn for it."""
-
-    def __init__(self, form: str, seed: int) -> None:
-        self.module = sound(form)
-        self.drawn = random.Random(seed)
-        self.name = self.drawn.choice(sorted(own_tensors(self.module)))
-
-    def of_layers(self) -> list[str]:
-        """The tensor alone, or that of both layers."""
-        if self.drawn.random() < 0.5:
-            return [self.name]
-        rest = self.name.removeprefix(LAYERS[0]).removeprefix(LAYERS[1])
-        return [layer + rest for layer in LAYERS]
-
-    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Words:
-        for name in self.of_layers():
-            set_tensor(self.module, name, change(getattr(self.module, name).detach()))
-        return [*LAYERS, "weights of", "scale", "bias"]
-
-
-def missing(own: Damaged) -> Words:
-    delattr(own.module, own.name)
-    if own.drawn.random() < 0.5:
-        setattr(own.module, own.name, None)
-    return [own.name]
-
-
-def converted(own: Damaged) -> Words:
-    """Of another size, for one of the same might be a type that the format takes, too: as may bytes
-    where a float stands for an exponent."""
-    tensor = getattr(own.module, own.name)
-    is_exponent = own.name.endswith(SCALES) and tensor.dtype == torch.float32
-    bytes_ = (torch.uint8, torch.float8_e8m0fnu) if is_exponent else ()
-    size = tensor.element_size()
-    dtype = own.drawn.choice([d for d in DTYPES if d.itemsize != size and d not in bytes_])
-    return own.change(lambda tensor: tensor.float().to(dtype))
-
-
-def read_as_another_type(own: Damaged) -> Words:
-    tensor = getattr(own.module, own.name)
-    same = [each for each in DTYPES if each.itemsize == tensor.element_size()]
-    # Bytes are E2M1's, or an exponent's, whether they have a sign or not.
-    same = [each for each in same if each not in (torch.bool, tensor.dtype)]
-    if tensor.dtype in (torch.int8, torch.uint8, torch.float8_e8m0fnu):
-        same = [torch.float8_e5m2]
-    dtype = own.drawn.choice(same)
-    return own.change(lambda tensor: tensor.view(dtype))
-
-
-def reshaped(own: Damaged) -> Words:
-    tensor = getattr(own.module, own.name).detach()
-    for change in own.drawn.sample(SHAPES, len(SHAPES)):
-        try:
-            if change(tensor).shape != tensor.shape:
-                break
-        except (RuntimeError, IndexError):
-            continue
-
-    def made(tensor: torch.Tensor) -> torch.Tensor:
-        try:
-            return change(tensor).clone()
-        except (RuntimeError, IndexError):
-            return tensor
-
-    return own.change(made)
-
-
-def no_number(own: Damaged) -> Words:
-    """In a tensor of scales, if there is one in floats."""
-    scales = [own for own in own_tensors(own.module).items() if own[0].endswith(SCALES)]
-    for name, tensor in scales:
-        if tensor.dtype == torch.float32:
-            changed = tensor.detach().clone()
-            wrong = own.drawn.choice([torch.nan, torch.inf, -torch.inf, -1.0])
-            changed.view(-1)[own.drawn.randrange(changed.numel())] = wrong
-            set_tensor(own.module, name, changed)
-            break
-    return [*LAYERS, "expert"]
-
-
-def added(own: Damaged) -> Words:
-    """A tensor of a name that says that it belongs to the weights."""
-    own.name = own.drawn.choice(LAYERS)
-    suffix = own.drawn.choice(["_zero_point", "_scale_2", "_bias_2", ".g_idx", "_lora_a"])
-    name = (own.name + suffix).replace(".", "_")
-    if own.drawn.random() < 0.5:
-        set_tensor(own.module, name, torch.ones(8, 3))
-    else:
-        own.module.register_buffer(name, torch.ones(8, 3))
-    return [name]
-
-
-def on_meta(own: Damaged) -> Words:
-    return own.change(lambda tensor: tensor.to("meta"))
-
-
-def strided(own: Damaged) -> Words:
-    """Other memory, the same values."""
-    own.change(lambda tensor: torch.stack([tensor, tensor], -1)[..., 0])
-    return []
 
 
 VALUES: list[Any] = [None, True, -1, 0, 1.5, 2**70, "", "silu", [], [3], {}, (64, 64), torch.nan]
@@ -225,10 +117,7 @@ def activation(own: Damaged) -> Words:
     return ["activation"]
 
 
-DAMAGES = (
-    *(missing, converted, read_as_another_type, reshaped, no_number, added, on_meta, strided),
-    *(attribute, attribute, activation),
-)
+DAMAGES = (*OF_TENSORS, attribute, attribute, activation)
 
 
 def output(module: Any) -> torch.Tensor:
@@ -240,20 +129,19 @@ def output(module: Any) -> torch.Tensor:
 def fault(form: str, damage: Callable[[Damaged], Words], seed: int) -> str | None:
     """What is wrong with the answer to one draw."""
     expected = output(sound(form))
-    own = Damaged(form, seed)
+    module = sound(form)
+    own = Damaged(module, [*own_tensors(module)], NAMING, seed, ["weights of", "scale", "bias"])
     words = damage(own)
     given = {name: tensor.detach() for name, tensor in own_tensors(own.module).items()}
-    given = {name: t if t.is_meta else t.clone() for name, t in given.items()}
+    given = {n: t.clone() if t.untyped_storage().nbytes() else t for n, t in given.items()}
     try:
         path = path_of(own.module, None, 2)
     except DeepMoEError as error:
-        return None if any(word in str(error) for word in words) else f"{words}: {error}"
+        return names_one_of(words, str(error))
     except Exception as error:
         return repr(error)
     if path.layer is None:
-        if any(word in path.reason for word in words):
-            return None
-        return f"the reason names none of {words}: {path.reason}"
+        return names_one_of(words, path.reason)
     if not torch.equal(output(own.module), expected):
         return "other values, no reason"
     adapter.release(torch.nn.ModuleDict({"experts": own.module}))

@@ -486,12 +486,17 @@ def test_a_checkpoint_without_scales_is_refused(monkeypatch):
         experts.quant_method.process_weights_after_loading(experts)
 
 
-def test_weights_that_no_loader_brought_are_believed(monkeypatch):
-    """SGLang makes some up, with `--load-format dummy`."""
+@pytest.mark.parametrize("load_format", ["dummy", "sharded_state"])
+def test_weights_that_no_loader_brought(load_format, monkeypatch, caplog):
+    """They are made up, or may have the layout of another kernel."""
     started(monkeypatch.setenv, "sm_90a")
-    experts = empty_layer("mxfp4")
+    runtime = sglang_stage.module("runtime_context")
+    monkeypatch.setattr(runtime, "get_model", lambda: SimpleNamespace(load_format=load_format))
+    experts = empty_layer("fp8")
     experts.quant_method.process_weights_after_loading(experts)
-    assert hooks.served_of(experts) is not None
+    is_ours = load_format == "dummy"
+    assert (hooks.served_of(experts) is not None) == is_ours
+    assert ("weights came past SGLang's loaders" in caplog.text) != is_ours
 
 
 def test_a_layer_that_sglang_runs_is_loaded_as_without_deep_moe(monkeypatch):

@@ -499,6 +499,20 @@ def test_memory_that_another_gave_a_parameter_is_refused(installed, path, monkey
             layer.quant_method.process_weights_after_loading(layer)
 
 
+def test_weights_that_no_loader_brought_are_vllms(installed, caplog):
+    """As `--load-format sharded_state` copies them in: maybe in the layout of another kernel."""
+    installed()
+    with world():
+        runner = make_runner("mxfp4")
+        layer = runner.routed_experts
+        taken = []
+        engine = layer.quant_method.engine
+        engine.process_weights_after_loading = taken.append
+        layer.quant_method.process_weights_after_loading(layer)
+    assert taken == [layer]
+    assert "weights came past vLLM's loaders of experts" in lines(caplog)[0]
+
+
 def test_new_weights_without_a_tensor_are_refused(installed):
     """Of a tensor that nothing was loaded of vLLM lays out what the memory held."""
     from vllm.model_executor.model_loader.reload import layerwise

@@ -65,6 +65,12 @@ def check_supported(experts: Any) -> None:
             raise UnsupportedError(reason)
 
 
+def group_size_of(experts: Any) -> int | None:
+    """Of values that share a scale, if the layer's method has such groups."""
+    size: int | None = getattr(_method_of(experts), "group_size", None)
+    return size
+
+
 def _method_of(experts: Any) -> Any:
     return getattr(experts, "scheme", None) or getattr(experts, "quant_method", None)
 

@@ -18,6 +18,7 @@ import torch
 from deep_moe.activations import Activation, Swiglu, SwigluOai
 from deep_moe.errors import CheckpointError, DeepMoEError
 
+from ..engine_form import check_known, own_tensors
 from ..served_experts import ServedExperts, arch_on
 from ..shared_buffers import LayerSizes
 from ..switch import read_num_pool_tokens, read_token_format
@@ -228,18 +229,33 @@ def _taken_over(experts: Any) -> ServedExperts:
     activation = _activation_of(config)
     check_supported(experts)
     form = form_of(experts)
-    tensors = [getattr(experts, name).data for name in loading.tensors_of(experts)]
+    names = loading.tensors_of(experts)
+    check_known(experts, names)
+    loading.check_order(experts)
+    tensors = [*own_tensors(experts, names).values()]
     l1, l2 = tuple(tensors[: len(tensors) // 2]), tuple(tensors[len(tensors) // 2 :])
     w13 = l1[0]
+    for name, values in ((names[0], w13), (names[len(l1)], l2[0])):
+        if values.dim() != 3:
+            raise UnsupportedError(
+                f"{name} must be a matrix of each expert; got shape {[*values.shape]}"
+            )
     if form is None:
         is_packed = w13.dtype in _PACKED
         if not is_packed and w13.dtype != torch.float8_e4m3fn:
-            raise UnsupportedError(f"weights of {w13.dtype} are not supported")
+            raise UnsupportedError(f"{names[0]} of {w13.dtype} is not supported")
         weights: WeightsName = "mxfp4" if is_packed else "fp8"
         rows, hidden = w13.shape[1], w13.shape[2] * (2 if is_packed else 1)
+        w2_rows = l2[0].shape[1]
     else:
         weights = form.weights
         rows, hidden = form.size_of(w13)
+        w2_rows, _ = form.size_of(l2[0])
+    if rows % 2 or w2_rows != hidden:
+        raise UnsupportedError(
+            f"{names[0]} and {names[len(l1)]} must be of the same sizes; got shapes "
+            f"{[*w13.shape]} and {[*l2[0].shape]}"
+        )
     arch = arch_on(w13.device, _emulated_arch)
     group = engine.expert_group()
     served = ServedExperts(
@@ -259,8 +275,14 @@ def _taken_over(experts: Any) -> ServedExperts:
         engine.max_tokens_per_rank(),
         arch,
         form,
+        names,
     )
     is_loaded = loading.require_all(experts)
+    if not is_loaded and not engine.is_dummy():
+        raise UnsupportedError(
+            "weights came past SGLang's loaders of experts, and may have the layout of another "
+            "kernel"
+        )
     served.load(l1, l2, are_made_up=engine.is_dummy() and not is_loaded)
     return served
 

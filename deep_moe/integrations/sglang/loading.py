@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
+from deep_moe.formats.sizes import K_BLOCK
+
 from ..completeness import LoadedParts, shards_of
 from ..kernel_parameters import KernelParameters
 from ..served_experts import ServedExperts
+from ..unsupported import UnsupportedError
 from . import engine
-from .forms import TENSORS, form_of
+from .forms import TENSORS, form_of, group_size_of
 from .replacement import Replacement
 
 logger = logging.getLogger("sglang.deep_moe")
@@ -26,6 +29,7 @@ logger = logging.getLogger("sglang.deep_moe")
 # Of a layer that the kernel runs: its KernelParameters.
 PARAMETERS = "_deep_moe_parameters"
 _PARTS, _REPLACEMENT = "_deep_moe_loaded_parts", "_deep_moe_replacement"
+_REORDERED = "_deep_moe_reordered"  # name of a tensor that gives columns another order
 _HOW_TO_LOAD = "SGLang's update_weights_from_disk, _tensor, _distributed and _ipc load new ones"
 _MOST_LAYERS = 4  # named in one answer
 
@@ -50,6 +54,13 @@ def require_all(experts: Any) -> bool:
     if is_loaded:
         parts.require_all(name_of(experts), loaded, engine.expert_ids(experts))
     return is_loaded
+
+
+def check_order(experts: Any) -> None:
+    """Raise UnsupportedError if the checkpoint gives columns another order than they lie in."""
+    name = experts.__dict__.get(_REORDERED)
+    if name is not None:
+        raise UnsupportedError(f"{name} says that columns are in another order")
 
 
 def await_replacement(experts: Any, served: ServedExperts) -> None:
@@ -99,6 +110,10 @@ def load_part(
         replacement.load(part, expert_id, expert, param, lambda into: write(into, 0))
         return
     write(param, expert_id)
+    if tensor is None and weight_name.endswith("_g_idx"):
+        groups = torch.arange(loaded_weight.shape[-1]) // (group_size_of(experts) or K_BLOCK)
+        if not torch.equal(loaded_weight.cpu().long(), groups):
+            experts.__dict__[_REORDERED] = weight_name
     if tensor is not None and _is_noted(experts):
         _parts_of(experts).add(tensor, shard_id, [expert_id])
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from deep_moe.tensor_memory import num_bytes_reached
+
 logger = logging.getLogger(__name__)
 
 _LOAN = "_deep_moe_loan"
@@ -134,6 +136,8 @@ def reason_not_to_take(tensor: torch.Tensor) -> str | None:
         return f"is a {type(local).__name__} on this rank"
     if local.device.type == "meta":
         return "has no values: it is on the meta device, offloaded or not loaded yet"
+    if local.untyped_storage().nbytes() < num_bytes_reached(local):
+        return "has no values: its memory was freed, as FSDP frees what it gathers"
     held: tuple[Any, ...] = (tensor, local)
     if any(each._use_count() > 1 for each in held):
         return "is held by a graph of autograd's, or by other code in C++"

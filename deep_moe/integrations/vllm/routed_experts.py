@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 from deep_moe.errors import DeepMoEError
 
 from ..completeness import ALL_SHARDS, LoadedParts, shards_of
-from ..engine_form import LAYERS, EngineForm
+from ..engine_form import LAYERS, EngineForm, check_known, own_tensors
 from ..kernel_parameters import KernelParameters
 from ..served_experts import ServedExperts, arch_on, check_sizes
 from ..shared_steps import SharedSteps, Steps, check_step_sizes
@@ -254,40 +254,23 @@ class DeepMoEMethod(FusedMoEMethodBase):
             range(first, first + layer.local_num_experts),
             ", as vLLM places them",
         )
-        l1, l2 = (
-            tuple(getattr(layer, name).data for name in self.form.tensors_of(own)) for own in LAYERS
-        )
-        l1_bias, l2_bias = (
-            (getattr(layer, name).data for name in self.form.biases)
-            if self.form.has_biases
-            else (None, None)
-        )
-        biases = None if l1_bias is None or l2_bias is None else (l1_bias, l2_bias)
-        group = get_ep_group().device_group if self.plan.num_ranks > 1 else None
-        served = self.served or ServedExperts(
-            self.plan.sizes,
-            self.plan.activation,
-            group,
-            l1[0].device,
-            self.plan.max_tokens_per_rank,
-            self.arch,
-            self.form,
-        )
-        reason = None
+        served, reason = self.served, None
         try:
-            if getattr(layer, "_loaded_expert_biases", None) and not self.form.has_biases:
-                raise UnsupportedError("experts have biases, which the model does not declare")
-            served.load(
-                l1,
-                l2,
-                biases,
-                is_interleaved=self.form.is_interleaved,
-                are_made_up=self.is_dummy and not begun,
-            )
+            if is_new and not begun and not self.is_dummy:
+                raise UnsupportedError(
+                    "weights came past vLLM's loaders of experts, and may have the layout of "
+                    "another kernel"
+                )
+            served = self._laid_out(layer, are_made_up=self.is_dummy and not begun)
         except UnsupportedError as error:
+            if not is_new:
+                raise DeepMoEError(
+                    f"{layer.layer_name}: weights that replace others cannot be laid out: {error}"
+                ) from error
             reason = str(error)
         reason = self._first_reason(reason)
         if reason is None and self.served is None:
+            assert served is not None
             try:
                 self.moe_kernel = self._make_kernel(served)
             except UnsupportedError as error:  # on all ranks
@@ -295,6 +278,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
         if reason is not None:
             self._give_back(layer, reason)
             return
+        assert served is not None
         tensors = dict(zip(self.form.kernel_tensors, served.tensors(), strict=True))
         self.parameters = KernelParameters(layer.layer_name, layer, tensors, _HOW_TO_LOAD)
         if self.served is not None:
@@ -302,7 +286,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
             return
         self.served = served
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
-        ranks = f", {self.plan.num_ranks} ranks" if group is not None else ""
+        ranks = f", {self.plan.num_ranks} ranks" if self.plan.num_ranks > 1 else ""
         path = ", low-latency steps" if self.is_in_steps else ""
         logger.info(
             "%s: experts run by deep_moe (%s%s%s)",
@@ -311,6 +295,32 @@ class DeepMoEMethod(FusedMoEMethodBase):
             ranks,
             path,
         )
+
+    def _laid_out(self, layer: RoutedExperts, *, are_made_up: bool) -> ServedExperts:
+        """Its weights as the kernel reads them, or UnsupportedError."""
+        if getattr(layer, "_loaded_expert_biases", None) and not self.form.has_biases:
+            raise UnsupportedError("experts have biases, which the model does not declare")
+        check_known(layer, self.form.tensors)
+        own = own_tensors(layer, self.form.tensors)
+        l1, l2 = (tuple(own[name] for name in self.form.tensors_of(of)) for of in LAYERS)
+        biases = tuple(own[name] for name in self.form.biases)
+        served = self.served or ServedExperts(
+            self.plan.sizes,
+            self.plan.activation,
+            get_ep_group().device_group if self.plan.num_ranks > 1 else None,
+            l1[0].device,
+            self.plan.max_tokens_per_rank,
+            self.arch,
+            self.form,
+        )
+        served.load(
+            l1,
+            l2,
+            (biases[0], biases[1]) if biases else None,
+            is_interleaved=self.form.is_interleaved,
+            are_made_up=are_made_up,
+        )
+        return served
 
     def _make_kernel(self, served: ServedExperts) -> FusedMoEKernel:
         """Before vLLM looks how much memory is left, and before any graph: ranks meet."""

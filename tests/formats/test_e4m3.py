@@ -15,6 +15,7 @@ from deep_moe.formats.block_scaled import (
     ue8m0_to_float,
     unpack_ue8m0,
 )
+from deep_moe.formats.float_scaled import quantize_e4m3_float
 
 # Every finite E4M3 value with its code, from the definition: bias 7, 3 mantissa bits, no infinity.
 CODES = [code for code in range(256) if code & 0x7F != 0x7F]
@@ -208,3 +209,13 @@ def test_refusals_name_the_argument_and_the_value():
         pack_ue8m0(torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(TypeError, match=r"sf must be uint8; got torch.int32"):
         pack_ue8m0(torch.zeros(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("largest", "scale"), [(448.0, 1.0), (448.5, 2.0), (1.75 * 2**-5, 2**-13)])
+def test_scales_that_are_rounded_up_stay_where_they_are_powers_of_two(
+    largest: float, scale: float
+) -> None:
+    x = torch.full((1, 128), largest)
+    values, scales = quantize_e4m3_float(x, powers_of_two=True)
+    assert scales.tolist() == [[scale]]
+    assert values.float().max() == (448.0 if largest != 448.5 else 224.0)

@@ -109,6 +109,19 @@ def test_a_change_that_can_be_seen_is_heeded(precision: str, change) -> None:
     assert_same_bits(found, run(layer))
 
 
+def test_the_same_memory_in_another_order_is_another_weight() -> None:
+    weight = torch.nn.Parameter(torch.arange(16.0).view(4, 4))
+    kept = kept_weights.KeptWeight("weight", weight)
+
+    def copied(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (weight.detach().clone(),)
+
+    (before,) = kept.copy("kind", copied)
+    weight.data = weight.data.t()
+    (after,) = kept.copy("kind", copied)
+    assert torch.equal(after, before.t())
+
+
 def changed_unseen(layer: deep_moe.MoELayer) -> None:
     layer.w2.data.mul_(-3)
 

@@ -58,8 +58,9 @@ test-versions: emulator-library
 	$(BIN)/python -m tests.versions
 
 # The wheel in a bare environment of each Python that is here.
+# WHEEL: --debian, --cuda-torch; see tests/packaging/bare.py.
 test-wheel: $(READY)
-	$(BIN)/python -m tests.packaging.bare
+	$(BIN)/python -m tests.packaging.bare $(WHEEL)
 
 # The wheel for aarch64, made by a cross compiler, under user-mode emulation of that processor.
 # AARCH64: --quick, --or-skip; see python -m tests.aarch64 --help.

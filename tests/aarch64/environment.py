@@ -4,12 +4,12 @@ wheel, run by user-mode emulation.
 Everything lies below build/aarch64, and nothing is installed on this machine but the cross compiler
 and the emulator of the processor, and those only if they are missing:
 
-    packages/   what Debian packages for arm64 are downloaded as
-    sysroot/    what they hold: libc, Python 3.11
-    venv/       its python is a script, which runs the sysroot's Python under the emulator; so
-                processes that a test starts run there, too
-    dist/       our wheel, made with the cross compiler
-    run/        the tests, without the sources of the package
+    sysroot-packages/   what Debian packages for arm64 are downloaded as
+    sysroot/            what they hold: libc, Python 3.11
+    venv/               its python is a script, which runs the sysroot's Python under the emulator;
+                        so processes that a test starts run there, too
+    dist/               our wheel, made with the cross compiler
+    run/                the tests, without the sources of the package
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from ..packaging.debian import unpack
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "aarch64"
@@ -70,28 +72,7 @@ def _install_tools() -> None:
 
 
 def _make_sysroot() -> None:
-    """apt with a state of its own takes no notice of what this machine has installed."""
-    packages = FOLDER / "packages"
-    for folder in ("state/lists/partial", "cache/archives/partial"):
-        (packages / folder).mkdir(parents=True, exist_ok=True)
-    (packages / "status").touch()
-    options = {
-        "Dir::State": packages / "state",
-        "Dir::State::status": packages / "status",
-        "Dir::Cache": packages / "cache",
-        "APT::Architecture": "arm64",
-        "APT::Architectures": "arm64",
-        "APT::Install-Recommends": "false",
-        "Debug::NoLocking": "true",
-    }
-    apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
-    run([*apt, "update"])
-    run([*apt, "-y", "--download-only", "install", *DEBIAN_PACKAGES])
-    unfinished = SYSROOT.with_name("sysroot-unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    for package in sorted((packages / "cache" / "archives").glob("*.deb")):
-        run(["dpkg-deb", "-x", str(package), str(unfinished)])
-    unfinished.rename(SYSROOT)
+    unpack(DEBIAN_PACKAGES, SYSROOT, "arm64")
 
 
 def _make_venv() -> None:

@@ -6,7 +6,8 @@ Each gets a new environment and the wheel by `pip install -c constraints.txt`. T
 `deep-moe doctor` must find nothing missing, and a layer must run in the emulator, without a C++
 compiler on the path. Where pip would take a PyTorch with CUDA of several gigabytes, everything but
 PyTorch is installed instead; there all files must compile and the emulator must run a kernel.
-`--cuda-torch` installs it all the same. Pythons are sought on the path and among pyenv's.
+`--cuda-torch` installs it all the same. Pythons are sought on the path and among pyenv's;
+`--debian` takes the others from Debian's packages, into build/pythons.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from . import debian
+
 ROOT = Path(__file__).parents[2]
+PYTHONS = ROOT / "build" / "pythons"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 LAYER = ["run", "--exact", "--ranks", "2", "--tokens", "2", "--hidden", "128"]
 LAYER += ["--intermediate", "128", "--experts", "2", "--topk", "1"]
@@ -58,7 +63,8 @@ assert (array == np.arange(64, dtype=np.uint32) ** 2 + 7).all()
 def main(arguments: list[str]) -> int:
     with_cuda = "--cuda-torch" in arguments
     named = [argument for argument in arguments if not argument.startswith("--")]
-    pythons = named or [found(version) for version in VERSIONS]
+    own = debian.python if "--debian" in arguments else None
+    pythons = named or [found(version, own) for version in VERSIONS]
     failed = False
     with tempfile.TemporaryDirectory(prefix="deep_moe_wheel_") as folder:
         build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT)]
@@ -78,12 +84,23 @@ def main(arguments: list[str]) -> int:
     return int(failed)
 
 
-def found(version: str) -> str:
+def found(version: str, elsewhere: Callable[[str, Path], Path] | None) -> str:
+    """elsewhere: what fetches one into a folder."""
     name = f"python{version}"
     if works(name):
         return name
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    return next((str(path) for path in pyenv.glob(f"{version}.*/bin/{name}")), name)
+    for path in pyenv.glob(f"{version}.*/bin/{name}"):
+        if works(str(path)):
+            return str(path)
+    if elsewhere is None:
+        return name
+    try:
+        PYTHONS.mkdir(parents=True, exist_ok=True)
+        return str(elsewhere(version, PYTHONS))
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"{name:12} not among Debian's packages: {getattr(error, 'stderr', '') or error}")
+        return name
 
 
 def works(python: str) -> bool:

@@ -255,12 +255,7 @@ def test_calls(make_layers: Any, engine: str, form: str) -> None:
     assert torch.equal(layer.output(wide), expected)
     assert torch.equal(layer.output(X[:2], LOGITS[:2]), expected[:2])
     assert layer.output(X[:0], LOGITS[:0]).shape == X[:0].shape
-    accepted = []
     for x in (X.float(), X.half(), X.repeat(9, 1)):
         logits = LOGITS.repeat(9, 1)[: len(x)]
-        try:
+        with pytest.raises((DeepMoEError, ValueError, TypeError), match=r"^(x must|hidden)"):
             layer.output(x, logits)
-            accepted.append(f"{x.dtype}, {[*x.shape]}")
-        except (DeepMoEError, ValueError, TypeError) as error:
-            assert str(error).startswith(("x must", "hidden"))
-    assert accepted == []

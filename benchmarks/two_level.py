@@ -10,7 +10,11 @@ inside the domains, which have other ranks' tokens in their own batch, NCCL's st
 kernels around both.
 
 A time is the median of --calls calls, of the slowest rank, as in benchmarks/all_to_all.py.
-`graph_us` is of a replayed CUDA graph, which fixed sizes allow. The fused call is checked against
+`graph_us` is of a replayed CUDA graph, which fixed sizes allow. Calls say how many tokens ranks
+have (`most_tokens`), so that fixed sizes are those of the call and not of the layer's room for the
+largest; --whole-room leaves that out. With --profile FOLDER, on GPUs, rank 0 also records calls
+with PyTorch's profiler: a Chrome trace of each path, and in the report the microseconds of each
+kernel in a call, the largest first. The fused call is checked against
 the reference, the others against it, for each number of tokens. On a CPU it all runs in the
 emulator, and times mean nothing.
 """
@@ -76,6 +80,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--clamp", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checked-tokens", type=int, default=8, help="compared, on each rank")
+    parser.add_argument(
+        "--whole-room", action="store_true", help="fixed sizes are those of the layer"
+    )
+    parser.add_argument("--profile", type=Path, help="folder for PyTorch's traces of rank 0")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, help="where results are written, after each size")
     arguments = parser.parse_args(words)
@@ -95,8 +103,10 @@ class TwoLevelCall:
         groups: DomainGroups,
         num_transport_sms: int,
         mode: dict[str, Any],
+        whole_room: bool,
         device: torch.device,
     ) -> None:
+        self._whole_room = whole_room
         self.layer = TwoLevelMoE(
             groups.domain,
             groups.cross,
@@ -123,7 +133,10 @@ class TwoLevelCall:
     def __call__(self) -> None:
         x, topk_idx, topk_weights = self.inputs
         self.layer.call(
-            *(x, topk_idx, topk_weights, self._weights), out=self.y, activation=self._activation
+            *(x, topk_idx, topk_weights, self._weights),
+            out=self.y,
+            most_tokens=None if self._whole_room else x.shape[0],  # all ranks have as many here
+            activation=self._activation,
         )
 
     def captured(self) -> Callable[[], None]:
@@ -151,7 +164,14 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
     groups = make_domain_groups(arguments.domains, num_transport_sms=arguments.transport_sms)
     calls = {
         name: TwoLevelCall(
-            shape, fused, activation, groups, arguments.transport_sms, MODES[name], device
+            shape,
+            fused,
+            activation,
+            groups,
+            arguments.transport_sms,
+            MODES[name],
+            arguments.whole_room,
+            device,
         )
         for name in arguments.modes
     }
@@ -200,9 +220,16 @@ def result_of(
         prepare_inputs(*inputs, fused.buffer)
         fused(activation)
 
+    def timed_and_profiled(name: str, call: Callable[[], None]) -> dict[str, Any]:
+        of_path = timed_path(call, arguments, device)
+        if arguments.profile is not None and device.type == "cuda":
+            file = f"{name.replace(', ', '-').replace(' ', '-')}-{tokens.num_tokens}.json"
+            of_path["kernels_us"] = profiled(call, arguments.profile / file)
+        return of_path
+
     result: dict[str, Any] = {
         "tokens_per_rank": tokens.num_tokens,
-        "fused": timed_path(fused_call, arguments, device),
+        "fused": timed_and_profiled("fused", fused_call),
         "two_level": {},
     }
     for name, call in calls.items():
@@ -212,7 +239,7 @@ def result_of(
         distance = cosine_distance(call.y.double().flatten(), fused.y.double().flatten())
         if not distance < MAX_DISTANCE:
             raise RuntimeError(f"{name}: {distance} from the fused call, at most {MAX_DISTANCE}")
-        of_path = timed_path(call, arguments, device) | {"distance_from_fused": distance}
+        of_path = timed_and_profiled(name, call) | {"distance_from_fused": distance}
         if device.type == "cuda" and not call.layer.shape.exact_sizes:
             of_path["graph_us"] = timed_path(call.captured(), arguments, device)["us"]
         result["two_level"][name] = of_path
@@ -225,6 +252,29 @@ def timed_path(
     """The slowest rank's median in microseconds, and what the host took for a call."""
     of_ranks, host_us = timed(call, arguments.warmup, arguments.calls, device)
     return {"us": 1e6 * max(map(statistics.median, of_ranks)), "host_us": host_us}
+
+
+def profiled(call: Callable[[], None], path: Path) -> dict[str, float]:
+    """Microseconds of each kernel in one call of rank 0, the largest first; its trace goes to a
+    file. All ranks must call this."""
+    num_calls = 3
+    if dist.get_rank() != 0:
+        for _ in range(num_calls):
+            call()
+        return {}
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+        for _ in range(num_calls):
+            call()
+        torch.cuda.synchronize()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile.export_chrome_trace(str(path))
+    found: dict[str, float] = {}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            took_us = event.time_range.elapsed_us() / num_calls
+            found[event.name] = found.get(event.name, 0.0) + took_us
+    return dict(sorted(found.items(), key=lambda pair: -pair[1])[:40])
 
 
 def line(result: dict[str, Any]) -> str:

@@ -136,6 +136,12 @@ class ExchangeSizes:
             return self.num_chunk_foreign < self.num_other_domains * self.num_chunk_tokens
         return self.num_pair_rows < self.num_chunk_tokens and self.num_other_domains > 0
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether every token has a row for every other domain, whether it goes there or not: with
+        fixed sizes, where there is room for all."""
+        return not self.exact_sizes and not self.can_overflow
+
     # Of the table of partial sums: for each chunk the rows of its call's output, own tokens first,
     # then what came back; own tokens' rows where they are apart; a row of zeros.
 
@@ -150,6 +156,63 @@ class ExchangeSizes:
         """Partial sums of a call, and the row of zeros."""
         apart = self.num_max_tokens_per_rank if self.is_own_apart else 0
         return self.num_chunks * self.num_chunk_rows + apart + 1
+
+    # Rows of a layer's memory, at the same place in every call.
+
+    @property
+    def row_of_nobody(self) -> int:
+        """Behind the rows of own tokens: what is sent where there is no token."""
+        return self.num_max_tokens_per_rank
+
+    @property
+    def row_of_zeros(self) -> int:
+        """Behind the partial sums."""
+        return self.num_partial_rows - 1
+
+
+@dataclass(frozen=True)
+class CallSizes(ExchangeSizes):
+    """Sizes of a call in which no rank has more than `num_max_tokens_per_rank` tokens, which may be
+    fewer than its layer has room for.
+
+    >>> layer = TwoLevelShape(2, 8, 256, 8, 7168, 2048, 4096)
+    >>> layer.num_pair_rows, CallSizes(layer, 128).num_pair_rows
+    (4096, 128)
+    """
+
+    layer: TwoLevelShape
+    num_max_tokens_per_rank: int
+
+    # Fields, as the others of ExchangeSizes are annotated.
+    num_domains: int = field(init=False)
+    num_experts: int = field(init=False)
+    num_topk: int = field(init=False)
+    num_max_foreign_tokens: int | None = field(init=False)
+    num_chunks: int = field(init=False)
+    exact_sizes: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_domains",
+            "num_experts",
+            "num_topk",
+            "num_max_foreign_tokens",
+            "num_chunks",
+            "exact_sizes",
+        ):
+            object.__setattr__(self, name, getattr(self.layer, name))
+
+    @property
+    def is_own_apart(self) -> bool:
+        return self.layer.is_own_apart
+
+    @property
+    def row_of_nobody(self) -> int:
+        return self.layer.row_of_nobody
+
+    @property
+    def row_of_zeros(self) -> int:
+        return self.layer.row_of_zeros
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class Routes:
 
     counts: int64 [chunks, other domains], tokens for each of them, in the order of the domains.
     token_of_row: int64 [chunks, rows that may be sent], the call's token of each row, or
-    `num_max_tokens_per_rank`, which names the row of nobody. row_of_token: int64
+    `row_of_nobody`. row_of_token: int64
     [chunks, chunk's tokens, other domains], the row of each token, or `num_chunk_sent` for none.
     """
 
@@ -86,7 +86,7 @@ def route_chunks(goes_to_others: torch.Tensor, shape: ExchangeSizes) -> Routes:
     rows = (first_row.unsqueeze(1) + position - 1).where(has_row, num_rows)
     tokens = torch.arange(num_chunks * size, device=device)
     tokens = tokens.view(num_chunks, size, 1).expand(-1, -1, num_others)
-    nobody = shape.num_max_tokens_per_rank
+    nobody = shape.row_of_nobody
     token_of_row = torch.full((num_chunks, num_rows + 1), nobody, device=device)
     token_of_row.scatter_(1, rows.flatten(1), tokens.flatten(1))
     bounds = chunk_bounds(num_tokens, num_chunks)
@@ -101,7 +101,7 @@ def partial_rows(
 
     goes: `domains_of` the call's tokens.
     """
-    zeros = shape.num_partial_rows - 1
+    zeros = shape.row_of_zeros
     num_tokens = goes.shape[0]
     num_chunks, size, num_others = routes.row_of_token.shape
     first = torch.arange(num_chunks, device=goes.device).view(-1, 1, 1) * shape.num_chunk_rows

@@ -16,6 +16,7 @@ import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.errors import DeepMoEError
+from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import (
     SymmBuffer,
     device_for,
@@ -49,8 +50,8 @@ from deep_moe.fused.options import (
     with_plain_options,
 )
 from deep_moe.fused.run_settings import timeout_of
-from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
-from deep_moe.heuristics.two_level import TwoLevelShape
+from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape, require_int
+from deep_moe.heuristics.two_level import CallSizes, ExchangeSizes, TwoLevelShape
 from deep_moe.targets import target_of
 from deep_moe.tensor_memory import refuse_shared_memory
 from deep_moe.weights import DEFAULT_WEIGHTS
@@ -67,6 +68,7 @@ from .domain_groups import (
 from .domain_routes import (
     Routes,
     add_in_domain_order,
+    chunk_bounds,
     domains_of,
     others,
     partial_rows,
@@ -83,6 +85,8 @@ if TYPE_CHECKING:
     from deep_moe.tokens import TokenFormatName
     from deep_moe.weights import WeightsName
 
+_MAX_ROOMS = 256  # sizes of calls whose views are kept
+
 _Call = TypeVar("_Call", bound=Callable[..., torch.Tensor])
 
 
@@ -91,6 +95,16 @@ class _Exchange(NamedTuple):
 
     received: list[int]
     sent: list[int]
+
+
+class _Room(NamedTuple):
+    """What travels in a call of these sizes: views of the layer's memory, [chunks, rows, bytes].
+    received_fields: of each chunk. They are kept, since views take the host's time."""
+
+    sizes: ExchangeSizes
+    sent: torch.Tensor
+    received: torch.Tensor
+    received_fields: list[_Staged]
 
 
 class _Staged(NamedTuple):
@@ -309,6 +323,7 @@ class TwoLevelMoE:
         cumulative_local_expert_recv_stats: torch.Tensor | None = None,
         *,
         out: torch.Tensor | None = None,
+        most_tokens: int | None = None,
         activation: ActivationName | Activation = DEFAULT_ACTIVATION,
         activation_clamp: float | None = None,
         fast_math: bool = True,
@@ -330,6 +345,9 @@ class TwoLevelMoE:
             l1_bias: as of `mega_moe`.
             l2_bias: as of `mega_moe`.
             out: where to write the result, by default a new tensor.
+            most_tokens: the most tokens that any rank has in this call, the same on all ranks; by
+                default num_max_tokens_per_rank. With fixed sizes as many rows travel to each
+                domain.
             {options}
 
         ForeignTokensError, on all ranks, if one of them is sent more than num_max_foreign_tokens
@@ -360,6 +378,8 @@ class TwoLevelMoE:
         check_weights(weights, self._buffer.shape, target.kernel, activation)
         stats, checked = cumulative_local_expert_recv_stats, is_checked(arguments, self.device)
         self._check(x, topk_idx, topk_weights, weights, stats, out, checked)
+        room = self._room_for(most_tokens, x.shape[0])
+        sizes = room.sizes
 
         inside = _DomainCall(
             weights,
@@ -372,27 +392,44 @@ class TwoLevelMoE:
         if out is None:
             out = torch.empty_like(x, memory_format=torch.contiguous_format)
         with torch.no_grad():
-            # Sizes first: they travel while tokens are quantized and put into rows.
-            goes = domains_of(topk_idx.long(), shape)
-            routes = route_chunks(others(goes, self.domain), shape)
-            agree = self._begin_to_agree(routes)
-            self._stage(x, topk_idx, topk_weights, routes, arguments.get("arch"))
-            exchanges = agree()
-            arrivals = [self._send(chunk, exchange) for chunk, exchange in enumerate(exchanges)]
+            bounds = chunk_bounds(num_tokens, shape.num_chunks)
+            rows = self._rows_of_tokens(num_tokens, room)
+            if sizes.is_dense:
+                # Rows are those of the tokens, and ids tell which go there.
+                self._stage(x, topk_idx, topk_weights, rows, arguments.get("arch"))
+                self._spread_rows(rows, bounds, room)
+                exchanges = self._fixed_exchanges(sizes)
+            else:
+                # Sizes first: they travel while tokens are quantized and put into rows.
+                goes = domains_of(topk_idx.long(), shape)
+                routes = route_chunks(others(goes, self.domain), sizes)
+                agree = self._begin_to_agree(routes, sizes)
+                self._stage(x, topk_idx, topk_weights, rows, arguments.get("arch"))
+                self._gather_rows(routes, room)
+                exchanges = agree()
+            arrivals = [
+                self._send(chunk, exchange, room) for chunk, exchange in enumerate(exchanges)
+            ]
             expected = arguments.get("expected_tokens_per_rank")
             with self._transport.naming_the_domain():
                 returns = self._compute(
                     inside,
+                    room,
                     num_tokens,
                     num_tokens if expected is None else expected,
-                    list(zip(routes.bounds, exchanges, arrivals, strict=True)),
+                    list(zip(bounds, exchanges, arrivals, strict=True)),
                 )
             for come_back in returns:
                 come_back()
-            rows = partial_rows(goes, routes, self.domain, shape)
-            add_in_domain_order(self._partials, rows, out)
-            if shape.can_overflow and not shape.exact_sizes:
-                self._note_overflow(routes, out)
+            if sizes.is_dense:
+                for chunk, (begin, end) in enumerate(bounds):
+                    if end > begin:
+                        self._add(chunk, begin, end, sizes, out)
+                return out
+            table = partial_rows(goes, routes, self.domain, sizes)
+            add_in_domain_order(self._partials, table, out)
+            if sizes.can_overflow and not shape.exact_sizes:
+                self._note_overflow(routes, sizes, out)
         return out
 
     def check(self) -> None:
@@ -431,7 +468,7 @@ class TwoLevelMoE:
         self._sent = self._received = self._partials = self._rows = torch.empty(0)
         self._own_ids = self._id_in_domain = torch.empty(0, dtype=torch.int64)
         self._staged = _Staged(*[torch.empty(0)] * 4)
-        self._received_fields.clear()
+        self._rooms.clear()
 
     # Construction.
 
@@ -464,23 +501,11 @@ class TwoLevelMoE:
         # The last row is nobody's: what is sent where there is no token.
         self._rows = zeros((num_tokens + 1, row.num_bytes), torch.uint8)
         self._field(self._rows, row.ids, torch.int32)[-1] = -1
-        per_chunk = (shape.num_chunks, -1, row.num_bytes)
-        self._sent = zeros(
-            (shape.num_chunks * shape.num_chunk_sent, row.num_bytes), torch.uint8
-        ).view(per_chunk if shape.num_chunk_sent else (shape.num_chunks, 0, row.num_bytes))
-        self._received = zeros(
-            (shape.num_chunks * shape.num_chunk_foreign, row.num_bytes), torch.uint8
-        ).view(per_chunk if shape.num_chunk_foreign else (shape.num_chunks, 0, row.num_bytes))
-        # Views take the host's time, too.
-        self._received_fields: list[_Staged] = [
-            _Staged(
-                self._field(rows, row.values, dtype),
-                self._field(rows, row.scales, torch.int32),
-                self._field(rows, row.ids, torch.int32),
-                self._field(rows, row.weights, torch.float32),
-            )
-            for rows in self._received
-        ]
+        self._sent, self._received = (
+            zeros((shape.num_chunks * num_rows, row.num_bytes), torch.uint8)
+            for num_rows in (shape.num_chunk_sent, shape.num_chunk_foreign)
+        )
+        self._rooms: BoundedCache[int, _Room] = BoundedCache(_MAX_ROOMS)
         self._partials = zeros((shape.num_partial_rows, shape.hidden), torch.bfloat16)
         # The domain's own number of each expert, -1 for others'. The last is that of the id -1,
         # which `torch.take` counts from the end.
@@ -493,6 +518,38 @@ class TwoLevelMoE:
         self._worst = zeros((), torch.int64)
 
     # A call's steps.
+
+    def _room_for(self, most_tokens: int | None, num_tokens: int) -> _Room:
+        """num_tokens: of this rank."""
+        shape = self.shape
+        most = shape.num_max_tokens_per_rank
+        if most_tokens is not None:
+            allowed = f"{num_tokens}, the tokens of x, to num_max_tokens_per_rank ({most}), or None"
+            if not num_tokens <= require_int("most_tokens", most_tokens, allowed) <= most:
+                raise ValueError(f"most_tokens must be {allowed}; got {most_tokens}")
+            most = max(1, most_tokens)
+        room = self._rooms.get(most)
+        if room is not None:
+            return room
+        sizes = CallSizes(shape, most)
+        row, dtype = shape.row, shape.tokens.dtype
+
+        def of_chunks(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+            size = (shape.num_chunks, num_rows, row.num_bytes)
+            return rows[: shape.num_chunks * num_rows].view(size)
+
+        received = of_chunks(self._received, sizes.num_chunk_foreign)
+        fields = [
+            _Staged(
+                self._field(rows, row.values, dtype),
+                self._field(rows, row.scales, torch.int32),
+                self._field(rows, row.ids, torch.int32),
+                self._field(rows, row.weights, torch.float32),
+            )
+            for rows in received
+        ]
+        sent = of_chunks(self._sent, sizes.num_chunk_sent)
+        return self._rooms.put(most, _Room(sizes, sent, received, fields))
 
     def _arguments(self, given: CallArguments) -> dict[str, Any]:
         """Options of the calls inside the domain."""
@@ -563,42 +620,69 @@ class TwoLevelMoE:
                 "each call; got True"
             )
 
+    def _rows_of_tokens(self, num_tokens: int, room: _Room) -> torch.Tensor:
+        """Where own tokens become rows: where they are sent from, if that is one place."""
+        sizes = room.sizes
+        rows = self._rows
+        if sizes.is_dense and sizes.num_chunks == sizes.num_other_domains == 1:
+            rows = room.sent[0]
+        return rows[:num_tokens]
+
     def _stage(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
         topk_weights: torch.Tensor,
-        routes: Routes,
+        rows: torch.Tensor,
         arch: str | None,
     ) -> None:
-        """Own tokens, quantized, as the kernel takes them, and in the rows that travel."""
+        """Own tokens, quantized, as the kernel takes them, and as rows that travel."""
         staged, row, num_tokens = self._staged, self.shape.row, x.shape[0]
         prepare_rows(x, topk_idx, topk_weights, staged, arch)
         own = slice(num_tokens)
         ids = staged.topk_idx[own]
         ids = ids.where((ids >= 0) & (ids < self.shape.num_experts), -1)
         torch.take(self._id_in_domain, ids, out=self._own_ids[own])
-        if not self._sent.numel():
+        if not self.shape.num_other_domains:
             return
-        rows = self._rows[own]
         self._field(rows, row.values, staged.x.dtype).copy_(staged.x[own])
         self._field(rows, row.scales, torch.int32).copy_(staged.x_sf[own])
         self._field(rows, row.ids, torch.int32).copy_(ids)
         self._field(rows, row.weights, torch.float32).copy_(staged.topk_weights[own])
-        of_rows = routes.token_of_row.flatten()
-        torch.index_select(self._rows, 0, of_rows, out=self._sent.view(-1, row.num_bytes))
+
+    def _gather_rows(self, routes: Routes, room: _Room) -> None:
+        """Each domain's rows, of the tokens that go there."""
+        if room.sent.numel():
+            sent = room.sent.view(-1, self.shape.row.num_bytes)
+            torch.index_select(self._rows, 0, routes.token_of_row.flatten(), out=sent)
+
+    def _spread_rows(
+        self, rows: torch.Tensor, bounds: Sequence[tuple[int, int]], room: _Room
+    ) -> None:
+        """All tokens' rows to every other domain, chunk by chunk, and nobody's behind them."""
+        sizes, row = room.sizes, self.shape.row
+        if not sizes.num_other_domains:
+            return
+        of_domains = room.sent.view(sizes.num_chunks, sizes.num_other_domains, -1, row.num_bytes)
+        for sent, (begin, end) in zip(of_domains, bounds, strict=True):
+            used = end - begin
+            if rows.data_ptr() != sent.data_ptr():
+                sent[:, :used].copy_(rows[begin:end])
+            if used < sizes.num_pair_rows:
+                sent[:, used:, row.ids].view(torch.int32).fill_(-1)
 
     @staticmethod
     def _field(rows: torch.Tensor, field: slice, dtype: torch.dtype) -> torch.Tensor:
         return rows[:, field].view(dtype)
 
-    def _begin_to_agree(self, routes: Routes) -> Callable[[], list[_Exchange]]:
+    def _begin_to_agree(
+        self, routes: Routes, sizes: ExchangeSizes
+    ) -> Callable[[], list[_Exchange]]:
         """What travels in each chunk, once what is returned is asked. With exact sizes the host
         waits there, for the sizes alone, of all chunks."""
         shape, domain = self.shape, self.domain
         if not shape.exact_sizes:
-            rows = [0 if d == domain else shape.num_pair_rows for d in range(shape.num_domains)]
-            return lambda: [_Exchange(rows, rows)] * shape.num_chunks
+            return lambda: self._fixed_exchanges(sizes)
         if not shape.num_other_domains:
             return lambda: [_Exchange([0], [0])] * shape.num_chunks
         counts = routes.counts.T
@@ -609,22 +693,27 @@ class TwoLevelMoE:
         as_bytes = received.view(torch.uint8), sent.view(torch.uint8)
         self._transport.exchange(*as_bytes, ones, ones)()
         numbers = [received, sent]
-        if shape.can_overflow:
-            worst = worst_of(received.sum(dim=0), shape.num_chunk_foreign, self._place)
+        if sizes.can_overflow:
+            worst = worst_of(received.sum(dim=0), sizes.num_chunk_foreign, self._place)
             self._transport.largest(worst)
             numbers.append(worst.expand(1, shape.num_chunks))
         to_host = self._transport.begin_to_host(torch.cat(numbers))
-        return lambda: self._exchanges_of(to_host())
+        return lambda: self._exchanges_of(to_host(), sizes)
 
-    def _exchanges_of(self, on_host: Sequence[int]) -> list[_Exchange]:
+    def _fixed_exchanges(self, sizes: ExchangeSizes) -> list[_Exchange]:
+        domains = range(self.shape.num_domains)
+        rows = [0 if d == self.domain else sizes.num_pair_rows for d in domains]
+        return [_Exchange(rows, rows)] * sizes.num_chunks
+
+    def _exchanges_of(self, on_host: Sequence[int], sizes: ExchangeSizes) -> list[_Exchange]:
         """Of the numbers that `_begin_to_agree` asks for, [numbers, chunks]."""
         shape = self.shape
         table = [
             on_host[first : first + shape.num_chunks]
             for first in range(0, len(on_host), shape.num_chunks)
         ]
-        if shape.can_overflow:
-            raise_overflow(table[-1][0], shape, shape.num_ranks)
+        if sizes.can_overflow:
+            raise_overflow(table[-1][0], sizes, shape.num_ranks)
         return [
             _Exchange(
                 [table[d][chunk] for d in range(shape.num_domains)],
@@ -633,10 +722,10 @@ class TwoLevelMoE:
             for chunk in range(shape.num_chunks)
         ]
 
-    def _send(self, chunk: int, exchange: _Exchange) -> Callable[[], None]:
+    def _send(self, chunk: int, exchange: _Exchange, room: _Room) -> Callable[[], None]:
         """Begin to send a chunk's tokens."""
-        sent = self._sent[chunk, : sum(exchange.sent)]
-        received = self._received[chunk, : sum(exchange.received)]
+        sent = room.sent[chunk, : sum(exchange.sent)]
+        received = room.received[chunk, : sum(exchange.received)]
         return self._transport.exchange(received, sent, exchange.received, exchange.sent)
 
     def _fill_own(self, buffer: SymmBuffer, begin: int, end: int) -> int:
@@ -648,26 +737,29 @@ class TwoLevelMoE:
         buffer.topk_weights[rows].copy_(staged.topk_weights[own])
         return end - begin
 
-    def _fill(self, chunk: int, bounds: tuple[int, int], exchange: _Exchange) -> torch.Tensor:
+    def _fill(
+        self, chunk: int, bounds: tuple[int, int], exchange: _Exchange, room: _Room
+    ) -> torch.Tensor:
         """A chunk's own and foreign tokens into the domain's buffer. Their output."""
-        buffer, shape = self._buffer, self.shape
+        buffer, sizes = self._buffer, room.sizes
         begin = 0
-        if not shape.is_own_apart:
+        if not sizes.is_own_apart:
             begin = self._fill_own(buffer, *bounds)
         num_foreign = sum(exchange.received)
         if num_foreign:
-            rows, received = slice(begin, begin + num_foreign), self._received_fields[chunk]
+            rows, received = slice(begin, begin + num_foreign), room.received_fields[chunk]
             ids = received.topk_idx[:num_foreign].long()
             buffer.x[rows].copy_(received.x[:num_foreign])
             buffer.x_sf[rows].copy_(received.x_sf[:num_foreign])
             torch.take(self._id_in_domain, ids, out=buffer.topk_idx[rows])
             buffer.topk_weights[rows].copy_(received.topk_weights[:num_foreign])
-        first = chunk * shape.num_chunk_rows
+        first = chunk * sizes.num_chunk_rows
         return self._partials[first : first + begin + num_foreign]
 
     def _compute(
         self,
         inside: _DomainCall,
+        room: _Room,
         num_tokens: int,
         expected: int,
         chunks: Sequence[tuple[tuple[int, int], _Exchange, Callable[[], None]]],
@@ -682,7 +774,7 @@ class TwoLevelMoE:
         num_routed = None
         if shape.is_own_apart:
             self._fill_own(self._own_buffer, 0, num_tokens)
-            first = shape.num_chunks * shape.num_chunk_rows
+            first = shape.num_chunks * room.sizes.num_chunk_rows
             y = self._partials[first : first + num_tokens]
             inside.run(y, self._own_buffer, -(-expected // shape.num_domains))
             expected -= expected // shape.num_domains
@@ -690,16 +782,18 @@ class TwoLevelMoE:
         returns = []
         for chunk, (bounds, exchange, arrive) in enumerate(chunks):
             arrive()
-            y = self._fill(chunk, bounds, exchange)
+            y = self._fill(chunk, bounds, exchange, room)
             inside.run(y, self._buffer, -(-expected // shape.num_chunks), num_routed)
-            returns.append(self._send_back(chunk, y, exchange))
+            returns.append(self._send_back(chunk, y, exchange, room.sizes))
         return returns
 
-    def _send_back(self, chunk: int, y: torch.Tensor, exchange: _Exchange) -> Callable[[], None]:
+    def _send_back(
+        self, chunk: int, y: torch.Tensor, exchange: _Exchange, sizes: ExchangeSizes
+    ) -> Callable[[], None]:
         """Begin to send the foreign tokens' partial sums to where they came from."""
         num_foreign = sum(exchange.received)
-        end = (chunk + 1) * self.shape.num_chunk_rows
-        begin = end - self.shape.num_chunk_sent
+        end = (chunk + 1) * sizes.num_chunk_rows
+        begin = end - sizes.num_chunk_sent
         back = self._partials[begin : begin + sum(exchange.sent)]
         return self._transport.exchange(
             back.view(torch.uint8),
@@ -708,12 +802,30 @@ class TwoLevelMoE:
             exchange.received,
         )
 
+    def _add(
+        self, chunk: int, begin: int, end: int, sizes: ExchangeSizes, out: torch.Tensor
+    ) -> None:
+        """A chunk's tokens, whose rows every domain has: as `add_in_domain_order`, where a domain
+        that has none of a token's experts has zeros for it."""
+        first, number = chunk * sizes.num_chunk_rows, end - begin
+        own = first
+        if sizes.is_own_apart:
+            own = sizes.num_chunks * sizes.num_chunk_rows + begin
+        back = first + sizes.num_chunk_rows - sizes.num_chunk_sent
+        places = [back + other * sizes.num_pair_rows for other in range(sizes.num_other_domains)]
+        places.insert(self.domain, own)
+        sums = [self._partials[place : place + number] for place in places]
+        total = sums[0].float()
+        for of_domain in sums[1:]:
+            total += of_domain
+        out[begin:end].copy_(total)
+
     # Too many foreign tokens.
 
-    def _note_overflow(self, routes: Routes, out: torch.Tensor) -> None:
+    def _note_overflow(self, routes: Routes, sizes: ExchangeSizes, out: torch.Tensor) -> None:
         """With fixed sizes: all ranks learn of tokens that had no row, and no rank's result can be
         taken for one."""
-        worst = worst_of(routes.counts.T, self.shape.num_pair_rows, self._place)
+        worst = worst_of(routes.counts.T, sizes.num_pair_rows, self._place)
         self._transport.largest(worst)
         torch.maximum(self._worst, worst, out=self._worst)
         out.masked_fill_(worst > 0, torch.nan)

@@ -223,9 +223,62 @@ def test_a_call_has_as_many_small_kernels_as_its_cost_says(run_ranks) -> None:
             moe.close()
         return numbers
 
-    # 46 in a call, 10 in each chunk (docs/two-level.md).
-    expected = [46 + 10 * num_chunks for num_chunks in (1, 3)]
-    assert run_ranks(2, work)[0] == pytest.approx(expected, rel=0.05)
+    # docs/two-level.md: with one chunk and two domains rows are written where they are sent from.
+    assert run_ranks(2, work)[0] == pytest.approx([24, 11 + 14 * 3], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("num_domains", "arguments"),
+    [
+        pytest.param(2, {}, id="one_place"),
+        pytest.param(2, {"num_chunks": 2}, id="chunks"),
+        pytest.param(2, {"num_max_foreign_tokens": 24}, id="shared_room"),
+        pytest.param(4, {"num_chunks": 3}, id="four_domains", marks=pytest.mark.slow),
+        pytest.param(4, {"exact_sizes": True}, id="exact", marks=pytest.mark.slow),
+    ],
+)
+def test_calls_travel_in_the_sizes_that_they_tell(run_ranks, num_domains, arguments) -> None:
+    """A layer with room for many tokens, and calls of few, of more, and of few again."""
+    shape = replace(SHAPE, num_experts=16, num_max_tokens_per_rank=48)
+    layer = layer_of(shape, exact=True)
+
+    def work(rank: int) -> None:
+        moe = make_layer(shape, num_domains, CPU, **arguments)
+        weights, _ = rank_operands(shape, layer, rank, CPU, ARCH)
+        sent: list[int] = []
+        exchange = moe._transport.exchange
+
+        def counted(received, rows, *splits):
+            sent.append(sum(splits[1]))
+            return exchange(received, rows, *splits)
+
+        moe._transport.exchange = counted
+        domain = rank * num_domains // 4
+        for seed, most in enumerate((9, 20, None, 9)):
+            x, tokens = tokens_of(shape, True, rank, num_unused_slots=seed % 2)
+            routing = tokens.topk_idx, tokens.topk_weights
+            sent.clear()
+            y = moe.call(x, *routing, weights, most_tokens=most, **CALL)
+            assert compare(y, bounds_of(shape, num_domains, domain, layer, tokens).y).is_exact
+            if moe.shape.exact_sizes:
+                continue
+            chunks = moe.shape.num_chunks
+            rows = -(-(most or 48) // chunks)
+            if moe.shape.num_max_foreign_tokens is not None:
+                rows = min(rows, 24)
+            # Tokens there, and sums back.
+            assert sent == [(num_domains - 1) * rows] * (2 * chunks)
+        with pytest.raises(ValueError, match=r"most_tokens must be .* \(48\), or None; got 49"):
+            moe.call(x, *routing, weights, most_tokens=49, **CALL)
+        with pytest.raises(TypeError, match="most_tokens must be an int"):
+            moe.call(x, *routing, weights, most_tokens=9.0, **CALL)
+        if x.shape[0] > 2:
+            with pytest.raises(ValueError, match=rf"most_tokens must be {x.shape[0]}, .*; got 2"):
+                moe.call(x, *routing, weights, most_tokens=2, **CALL)
+        dist.barrier()
+        moe.close()
+
+    run_ranks(4, work)
 
 
 def test_too_many_foreign_tokens_are_an_error_on_all_ranks_and_the_layer_goes_on(run_ranks) -> None:

@@ -86,7 +86,7 @@ class Mutation:
     arch: str = "sm_100a"  # what runs; roles that both architectures share are in one of them
     in_a_row: bool = False  # calls that ranks begin without a look at each other
     in_clusters: bool = False  # SM90: of two CTAs that share weights
-    one_size: int = 0  # SM90: rows of m-blocks that are of one size instead of fitted ones
+    one_size: int = 0  # rows of m-blocks, on SM90 of one size instead of fitted ones
     weights: str = "mxfp4"  # their format
     token_format: str | None = None  # of the tokens
     test: str = ""  # "module::function" in tests/kernels or tests/split, where calls cannot notice
@@ -122,6 +122,12 @@ SM100_MUTATIONS = (
     M("publish_without_fence", removed("publish_fence"), "race"),
     M("publish_fence_gpu_scope", replaced("fence_release", "release.sys", "release.gpu"), "race"),
     M("pull_without_acquire", removed("counts_fence"), "race"),
+    M(
+        "pull_relaxed_counts",
+        replaced("counts_loaded", "ptx::ld_acquire_sys", "ptx::ld_relaxed_sys"),
+        "race",
+        one_size=32,
+    ),
     M(
         "pull_acquires_at_gpu_scope",
         replaced("fence_acquire", "acquire.sys", "acquire.gpu"),

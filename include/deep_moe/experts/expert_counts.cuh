@@ -33,6 +33,12 @@ class ExpertCounts : public ExpertOrder<Config> {
     using Order = ExpertOrder<Config>;
     static constexpr uint32_t num_experts = Order::num_entries;
     static constexpr uint32_t num_experts_per_lane = ceil_div(num_experts, warp_size);
+    // On SM100 a fence over all ranks takes longer than a trip to L2, which counts in calls of few
+    // tokens. Loads that acquire wait for one another, so a lane should have few of them.
+    static constexpr bool has_few_tokens =
+        requires { Config::num_tmem_stages; } && Config::block_m <= 32;
+    static constexpr bool acquires_by_loads =
+        has_few_tokens && !Config::Tokens::are_here && num_experts_per_lane <= 2;
 
  public:
     // First of all: keeps what shared experts have, which no other rank has a part in. Routed ones
@@ -53,12 +59,15 @@ class ExpertCounts : public ExpertOrder<Config> {
     // Waits until every rank has published its counts, and keeps them in registers. False once the
     // rank has given up, and, before anything is written, if the tokens do not fit into the pool.
     // In a call without other ranks there is no wait, and the counts are those in `args`.
+    // acquires: what every rank wrote before, too, happens before what any lane does afterwards.
+    template <bool acquires = false>
     __device__ bool fetch(const KernelArgs& args, const SymmBuffer<Config>& local, Waiter& waiter);
 
     // The same for a warp that needs more than the numbers. What every rank wrote before it
     // published, its inputs too, happens before what any lane does afterwards.
     __device__ bool acquire(const KernelArgs& args, const SymmBuffer<Config>& local,
                             Waiter& waiter) {
+        if constexpr (acquires_by_loads) return fetch<true>(args, local, waiter);
         const bool arrived = fetch(args, local, waiter);
         // Each lane has read the sums of its own experts only, with relaxed loads.
         ptx::fence_acquire_sys();  //~ counts_fence
@@ -134,6 +143,7 @@ class ExpertCounts : public ExpertOrder<Config> {
 };
 
 template <class Config>
+template <bool acquires>
 __device__ bool ExpertCounts<Config>::fetch(const KernelArgs& args, const SymmBuffer<Config>& local,
                                             Waiter& waiter) {
     if constexpr (Config::Tokens::are_here) {
@@ -141,7 +151,9 @@ __device__ bool ExpertCounts<Config>::fetch(const KernelArgs& args, const SymmBu
     } else {
         constexpr uint32_t num_reports = Config::num_sms * Config::num_ranks;
         const auto load_sum = [&](uint32_t expert_idx) {
-            return ptx::ld_relaxed_sys(local.expert_recv_sum(expert_idx));
+            const uint64_t* sum = local.expert_recv_sum(expert_idx);
+            //~ counts_loaded
+            return acquires ? ptx::ld_acquire_sys(sum) : ptx::ld_relaxed_sys(sum);
         };
 
         // Some warps of every CTA wait here. Each polls one word only, by one lane, and not all

@@ -50,6 +50,12 @@ __device__ __forceinline__ uint64_t ld_acquire_gpu(const uint64_t* address) {
     return value;
 }
 
+__device__ __forceinline__ uint64_t ld_acquire_sys(const uint64_t* address) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ int32_t ld_acquire_sys(const int32_t* address) {
     int32_t value;
     asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

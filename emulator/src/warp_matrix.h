@@ -108,6 +108,9 @@ struct WarpMma {
         TensorCoreSum sums(fp8 ? Element::f16 : a_type, fp8 ? Element::f16 : b_type, 25,
                            panels.a.data(), panels.b.data(), 16, k, panels.pitch, right);
         const int min_exponent = f16 ? -14 : -126;
+        // Of a sparse A two of four are the kept ones of four elements out of eight.
+        const uint32_t half = is_sparse ? 4 : 2;
+        const auto is_first = [half](uint32_t i) { return i % (2 * half) < half; };
         auto rounded = [&](double sum) {
             return f16 ? double(f16_to_float(uint16_t(encode(
                              f16_format, sum, Rounding::nearest_even, Overflow::to_infinity))))
@@ -118,10 +121,11 @@ struct WarpMma {
             for (uint32_t column = 0; column < 8; ++column)
                 addends[column] = addend(c, row, column);
             if (fp8) {
-                sums.row(row, 8, first, min_exponent, out, [](uint32_t i) { return i % 4 < 2; });
+                sums.row(row, 8, first, min_exponent, out, is_first);
                 for (uint32_t column = 0; column < 8; ++column)
                     first[column] = rounded(out[column]);
-                sums.row(row, 8, first, min_exponent, out, [](uint32_t i) { return i % 4 >= 2; });
+                sums.row(row, 8, first, min_exponent, out,
+                         [&](uint32_t i) { return !is_first(i); });
                 for (uint32_t column = 0; column < 8; ++column)
                     out[column] = rounded(out[column]) + addends[column];
             } else {

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from deep_moe.emulator import Finding, Machine, compile_to_ptx
-from deep_moe.emulator.machine import Schedule
-from deep_moe.jit.headers import find_headers
+from warpcheck import Finding, Machine, compile_to_ptx
+from warpcheck.machine import Schedule
 
 PRELUDE = """
 typedef unsigned char u8;
@@ -53,7 +52,11 @@ struct alignas(64) Map { u64 words[16]; };
 def ptx_of(source: str, arch: str) -> str:
     text = PRELUDE.replace("again:", "again_%=:").replace("bra again;", "bra again_%=;") + source
     # CUDA's own headers, for a source that names one.
-    includes = find_headers().include_paths if "#include" in source else ()
+    includes: tuple[Path, ...] = ()
+    if "#include" in source:
+        from deep_moe.jit.headers import find_headers
+
+        includes = find_headers().include_paths
     return compile_to_ptx(text, arch=arch, include_paths=includes)
 
 

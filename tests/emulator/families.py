@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
-from deep_moe.emulator import Machine
+from warpcheck import Machine
 
 from .device import aligned
 from .raw_ptx import entry

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-
-from deep_moe.emulator import Machine
+from warpcheck import Machine
 
 HEADER = ".version 9.0\n.target sm_100a\n.address_size 64\n"
 

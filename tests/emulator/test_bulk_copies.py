@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import (
+from warpcheck import (
     Deadlock,
     EmulatorError,
     InvalidOperation,
     Misaligned,
     RaceDetected,
 )
-from deep_moe.emulator.tensor_map import DataType, TensorMapSpec
+from warpcheck.tensor_map import DataType, TensorMapSpec
 
 from .device import aligned, run_kernel
 from .tensor_images import tensor_map

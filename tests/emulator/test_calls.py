@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import InvalidOperation, OutOfBounds, Unsupported
+from warpcheck import InvalidOperation, OutOfBounds, Unsupported
 
 from .device import run_kernel
 from .raw_ptx import run_body

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import (
+from warpcheck import (
     Chip,
     Deadlock,
     LaunchError,
@@ -17,7 +16,7 @@ from deep_moe.emulator import (
     RaceDetected,
     chips,
 )
-from deep_moe.emulator.library import load
+from warpcheck.library import load
 
 from .raw_ptx import entry
 

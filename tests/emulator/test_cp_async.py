@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-from deep_moe.emulator import (
+from warpcheck import (
     BarrierMisuse,
     InvalidOperation,
     InvalidPtx,

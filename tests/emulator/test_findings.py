@@ -6,9 +6,8 @@ import json
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import EmulatorError, LaunchError, Machine, RaceDetected, Uninitialized
-from deep_moe.emulator.cuda.causes import group_findings
+from warpcheck import EmulatorError, LaunchError, Machine, RaceDetected, Uninitialized
+from warpcheck.cuda.causes import group_findings
 
 from .device import PRELUDE, ptx_of
 from .raw_ptx import run_body

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import Machine
+from warpcheck import Machine
 
 from .raw_ptx import entry
 

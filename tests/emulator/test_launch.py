@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from deep_moe.emulator import LaunchError, Machine, OutOfBounds
+from warpcheck import LaunchError, Machine, OutOfBounds
 
 from .device import ptx_of
 from .raw_ptx import HEADER

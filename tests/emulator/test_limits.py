@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-from deep_moe.emulator import LaunchError, Machine, MemoryLimit, NamedArray, OutOfBounds
+from warpcheck import LaunchError, Machine, MemoryLimit, NamedArray, OutOfBounds
 
 from .raw_ptx import HEADER, entry, run_body
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-
-from deep_moe.emulator import EmulatorError
+from warpcheck import EmulatorError
 
 from .device import run_kernel
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import BarrierMisuse, EmulatorError, Machine, RaceDetected
+from warpcheck import BarrierMisuse, EmulatorError, Machine, RaceDetected
 
 from .device import aligned, ptx_of, run_kernel
 

@@ -7,8 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import LaunchError, Machine, Misaligned, OutOfBounds, Uninitialized
+from warpcheck import LaunchError, Machine, Misaligned, OutOfBounds, Uninitialized
 
 from .device import aligned, ptx_of, run_kernel
 from .raw_ptx import entry, run_body

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import BarrierMisuse, InvalidOperation, LaunchError, Machine, Uninitialized
+from warpcheck import BarrierMisuse, InvalidOperation, LaunchError, Machine, Uninitialized
 
 from .device import aligned, pack_arguments, ptx_of, run_kernel
 from .raw_ptx import entry, run_body

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import InvalidPtx, Machine, OutOfBounds, RaceDetected
+from warpcheck import InvalidPtx, Machine, OutOfBounds, RaceDetected
 
 from .raw_ptx import entry
 

@@ -6,8 +6,7 @@ import re
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import (
+from warpcheck import (
     EmulatorError,
     KernelTrap,
     LaunchError,

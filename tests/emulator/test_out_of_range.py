@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from deep_moe.emulator import OutOfBounds
+from warpcheck import OutOfBounds
 
 from .families import FAMILIES, GLOBAL_BYTES, SHARED_BYTES, run
 

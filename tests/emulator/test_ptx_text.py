@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import InvalidPtx, Machine, OutOfBounds, Unsupported
+from warpcheck import InvalidPtx, Machine, OutOfBounds, Unsupported
 
 from .raw_ptx import HEADER, entry, run_body
 

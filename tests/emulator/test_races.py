@@ -6,8 +6,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import Machine, RaceDetected, Uninitialized
+from warpcheck import Machine, RaceDetected, Uninitialized
 
 from .device import aligned, pack_arguments, ptx_of, run_kernel
 

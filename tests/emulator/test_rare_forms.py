@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import InvalidOperation, InvalidPtx, Machine
+from warpcheck import InvalidOperation, InvalidPtx, Machine
 
 from .device import aligned, run_kernel
 from .raw_ptx import entry, run_body

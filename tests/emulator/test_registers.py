@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import InvalidOperation, RaceDetected, Uninitialized
+from warpcheck import InvalidOperation, RaceDetected, Uninitialized
 
 from .raw_ptx import run_body
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import KernelTrap, RaceDetected, Uninitialized
+from warpcheck import KernelTrap, RaceDetected, Uninitialized
 
 from .device import run_kernel
 

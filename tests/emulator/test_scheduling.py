@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import (
+from warpcheck import (
     BarrierMisuse,
     Deadlock,
     InvalidOperation,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import BarrierMisuse, Deadlock, Machine, NamedArray
+from warpcheck import BarrierMisuse, Deadlock, Machine, NamedArray
 
 from .device import aligned, pack_arguments, ptx_of
 

@@ -6,8 +6,7 @@ import re
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import EmulatorError, InvalidOperation, Machine, Uninitialized
+from warpcheck import EmulatorError, InvalidOperation, Machine, Uninitialized
 
 from .device import aligned, ptx_of, run_kernel
 

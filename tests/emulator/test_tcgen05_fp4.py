@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import EmulatorError
+from warpcheck import EmulatorError
 
 from .device import run_kernel
 from .test_tcgen05 import E2M1_VALUES, e4m3_values

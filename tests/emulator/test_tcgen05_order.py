@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from deep_moe.emulator import EmulatorError, Machine, RaceDetected
+from warpcheck import EmulatorError, Machine, RaceDetected
 
 from .device import aligned, pack_arguments, ptx_of
 

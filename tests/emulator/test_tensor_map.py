@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from deep_moe.emulator.tensor_map import DataType, OutOfBounds, Swizzle, TensorMapSpec
+from warpcheck.tensor_map import DataType, OutOfBounds, Swizzle, TensorMapSpec
 
 FP4 = {
     "data_type": DataType.PACKED_16U4_ALIGN16B,
@@ -118,7 +117,7 @@ extern "C" int cuGetProcAddress_v2(const char* name, void** function, int, uint6
 """
 ENCODE = """
 import struct
-from deep_moe.emulator.tensor_map import DataType, TensorMapSpec
+from warpcheck.tensor_map import DataType, TensorMapSpec
 for dims, strides in (((1000,), ()), ((1000, 20, 3), (4096, 81920))):
     box = (128, 2, 2)[: len(dims)]
     image = TensorMapSpec(DataType.FLOAT32, 0x1000, dims, strides, box).encode_cuda()

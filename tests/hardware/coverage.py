@@ -18,8 +18,7 @@ NOT_RECORDED = {
     "clusterlaunchcontrol.query_cancel.is_canceled": _SM100,
     "clusterlaunchcontrol.try_cancel": _SM100,
     "cp.async.mbarrier.arrive": _LATER,
-    "mma.sp": _LATER,
-    "mma.sp::ordered_metadata": _LATER,
+    "mma.sp": "the form without ordered metadata is deprecated",
     "multimem.ld_reduce": _SEVERAL,
     "multimem.red": _SEVERAL,
     "multimem.st": _SEVERAL,
@@ -29,7 +28,6 @@ NOT_RECORDED = {
     "st.bulk": _SM100,
     "stackrestore": _LATER,
     "stacksave": _LATER,
-    "wgmma.mma_async.sp": _LATER,
 }
 _SIMD = ("vabsdiff", "vadd", "vavrg", "vmax", "vmin", "vset", "vsub")
 NOT_RECORDED_FAMILIES = {

@@ -1,11 +1,12 @@
-"""The wheel in a bare environment of each Python that is here: `make test-wheel`.
+"""Both wheels in a bare environment of each Python that is here: `make test-wheel`.
 
     python -m tests.packaging.bare [PYTHON ...]
 
 Each gets a new environment and the wheel by `pip install -c constraints.txt`. There
 `deep-moe doctor` must find nothing missing, and a layer must run in the emulator, without a C++
 compiler on the path. Where pip would take a PyTorch with CUDA of several gigabytes, everything but
-PyTorch is installed instead; there all files must compile and the emulator must run a kernel.
+PyTorch is installed instead; there all files must compile and the emulator must run a kernel. The
+wheel of `warpcheck`, with what it asks for, must run that kernel in an environment of its own.
 `--cuda-torch` installs it all the same. Pythons are sought on the path and among pyenv's;
 `--debian` takes the others from Debian's packages, into build/pythons.
 """
@@ -22,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import debian
+from .building import ROOT, copy_of
 
-ROOT = Path(__file__).parents[2]
 PYTHONS = ROOT / "build" / "pythons"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 LAYER = ["run", "--exact", "--ranks", "2", "--tokens", "2", "--hidden", "128"]
@@ -67,15 +68,19 @@ def main(arguments: list[str]) -> int:
     pythons = named or [found(version, own) for version in VERSIONS]
     failed = False
     with tempfile.TemporaryDirectory(prefix="deep_moe_wheel_") as folder:
-        build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT)]
-        subprocess.run(build, check=True, capture_output=True)
-        (wheel,) = Path(folder).glob("*.whl")
+        emulator = copy_of(ROOT / "emulator", Path(folder, "warpcheck"))
+        build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder]
+        for source in (ROOT, emulator):
+            subprocess.run([*build, str(source)], check=True, capture_output=True)
+        (wheel,) = Path(folder).glob("deep_moe-*.whl")
+        (warpcheck,) = Path(folder).glob("warpcheck-*.whl")
         for python in pythons:
             if not works(python):
                 print(f"{python:12} not here", flush=True)
                 continue
             try:
                 result = check(python, wheel, Path(folder, "venv"), with_cuda)
+                result += "; " + check(python, warpcheck, Path(folder, "venv"), with_cuda)
             except subprocess.CalledProcessError as error:
                 failed = True
                 output = f"{error.stdout or ''}{error.stderr or ''}"[-4000:]
@@ -140,6 +145,11 @@ def check_in(venv: Path, wheel: Path, with_cuda: bool) -> str:
         )
         return result.stdout
 
+    if wheel.name.startswith("warpcheck"):
+        run("pip", "install", "--quiet", str(wheel))
+        run("python", "-c", KERNEL.replace("deep_moe.emulator", "warpcheck"))
+        run("warpcheck", "--help")
+        return "warpcheck: emulates"
     version = run("python", "-c", "import platform; print(platform.python_version())").strip()
     install = ("pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"))
     report = run(*install, "--dry-run", "--report", "-", str(wheel))

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -271,3 +272,31 @@ def test_the_readmes_code_runs(commands: Path, tmp_path: Path):
     assert "compile_to_ptx" in code
     result = run(commands, tmp_path, "python", "-W", "error", "-c", code)
     assert result.returncode == 0, result.stderr
+
+
+# The others take longer, or need headers of CUDA and CUTLASS.
+OWN_TESTS = (
+    "arithmetic",
+    "bulk_copies",
+    "calls",
+    "findings",
+    "memory",
+    "multimem",
+    "races",
+    "tcgen05",
+)
+
+
+def test_its_own_tests_pass(commands: Path, tmp_path: Path):
+    source, target = ROOT / "tests" / "emulator", tmp_path / "tests" / "emulator"
+    target.mkdir(parents=True)
+    (tmp_path / "tests" / "__init__.py").touch()
+    for file in source.glob("*.py"):
+        shutil.copy(file, target)
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\npythonpath = .\naddopts = --import-mode=importlib\nmarkers =\n    slow: x\n"
+    )
+    files = [f"tests/emulator/test_{name}.py" for name in OWN_TESTS]
+    result = run(commands, tmp_path, "python", "-m", "pytest", "-q", "-m", "not slow", *files)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr
+    assert "skipped" not in result.stdout

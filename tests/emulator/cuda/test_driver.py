@@ -6,8 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from deep_moe.emulator.cuda import GpuOptions, ProgramRun, run_program
+from warpcheck.cuda import GpuOptions, ProgramRun, run_program
 
 from .building import host_program, kernels_ptx
 

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from deep_moe.emulator.cuda import ProgramRun, run_program
+from warpcheck.cuda import ProgramRun, run_program
 
 from .building import PROGRAMS, build, nvcc
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deep_moe.emulator import library
+from warpcheck import library
 
 from ..families import FAMILIES, kernel
 from ..raw_ptx import entry

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from deep_moe.emulator import Finding, Machine
+from warpcheck import Finding, Machine
 
 HERE = Path(__file__).parent
 SHARED_BYTES = 100 * 1024

@@ -170,6 +170,75 @@ def _mma(k: int, result: str, a: str, b: str, values: str) -> None:
     FAMILY.add(name, body, arrays, 4, grid=(TILES, 1, 1))
 
 
+# ---- mma.sp.sync: the same with half of A's elements, and metadata that says which
+
+SPARSE_SHAPES = (
+    [(k, "f32", t, t) for t in ("f16", "bf16") for k in (16, 32)]
+    + [(k, "f32", "tf32", "tf32") for k in (8, 16)]
+    + [(64, "f32", "e4m3", "e5m2")]
+    + [(k, "s32", "s8", "u8") for k in (32, 64)]
+)
+
+
+def metadata(source: Source, kind: str, num: int) -> np.ndarray:
+    """Words of metadata that exist."""
+    nibbles = (
+        np.array([0b0100, 0b1110])
+        if kind == "tf32"
+        else np.array([low | high << 2 for low in range(4) for high in range(low + 1, 4)])
+    )
+    picked = nibbles[source.below(len(nibbles), num * 8)].reshape(num, 8)
+    return (picked << 4 * np.arange(8)).sum(1).astype("<u4")
+
+
+def _sparse_mma(k: int, result: str, a: str, b: str, selector: int, values: str) -> None:
+    name = f"mma.sp k{k} {result} {a} {b} selector {selector}, {values}"
+    per_register = 32 // ELEMENT_BITS[a]
+    num_a, num_b = 8 * k // per_register // 32, 8 * k // per_register // 32
+    body = "mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x;"
+    for index, (count, first) in enumerate(((4, 0), (num_a, 10), (num_b, 20), (4, 30), (1, 50))):
+        body += (
+            f"mad.lo.u32 %r3, %r2, {32 * count}, %r1; mad.wide.u32 %rd{index}, %r3, 4, %p{index};"
+        )
+        if index:
+            body += "".join(
+                f"ld.global.u32 %r{first + i}, [%rd{index}+{128 * i}];" for i in range(count)
+            )
+
+    def braces(first: int, count: int) -> str:
+        return "{" + ", ".join(f"%r{first + i}" for i in range(count)) + "}"
+
+    body += (
+        f"mma.sp::ordered_metadata.sync.aligned.m16n8k{k}.row.col.{result}.{a}.{b}.{result}"
+        f" {braces(40, 4)}, {braces(10, num_a)}, {braces(20, num_b)}, {braces(30, 4)},"
+        f" %r50, {selector};"
+    )
+    body += "".join(f"st.global.u32 [%rd0+{128 * i}], %r{40 + i};" for i in range(4))
+
+    def arrays():
+        source = Source(name)
+        words = [
+            elements(source, kind, TILES * 32 * count * 32 // ELEMENT_BITS[kind], values).view(
+                "<u4"
+            )
+            for kind, count in ((a, num_a), (b, num_b))
+        ]
+        c = addends(source, result, TILES * 32 * 4, values).view("<u4")
+        return [np.zeros((TILES, 4, 32), "<u4"), *words, c, metadata(source, a, TILES * 32)]
+
+    FAMILY.add(name, body, arrays, 5, grid=(TILES, 1, 1))
+
+
+for k, result, a, b in SPARSE_SHAPES:
+    last = (
+        (0 if k == 64 else 1)
+        if result == "s32" or a == "e4m3"
+        else (3, 1)[k * ELEMENT_BITS[a] > 256]
+    )
+    for values in ("integers", "random") if result != "s32" else ("all",):
+        for selector in range(last + 1):
+            _sparse_mma(k, result, a, b, selector, values)
+
 for k, result, a, b in SHAPES:
     for values in ("integers", "random", "all") if result != "s32" else ("all",):
         _mma(k, result, a, b, values)

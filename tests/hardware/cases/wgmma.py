@@ -7,7 +7,7 @@ import numpy as np
 
 from ..case import Family
 from ..values import Source
-from .matrix import ELEMENT_BITS, addends, elements
+from .matrix import ELEMENT_BITS, addends, elements, metadata
 
 FAMILY = Family("wgmma")
 # name: bytes of a swizzled row, code in the descriptor
@@ -268,3 +268,57 @@ for registers in (False, True):
 for registers in (False, True):
     add("e4m3", "e4m3", "f32", 64, "random", registers=registers, steps=8)
     add("bf16", "bf16", "f32", 64, "random", registers=registers, steps=8)
+
+
+# ---- sparse A: in registers, beside B of no swizzle, whose bytes may be any elements
+
+
+def add_sparse(a: str, b: str, result: str, selector: int, values: str) -> None:
+    n, k = 16, 64 // (ELEMENT_BITS[a] // 8)
+    name = f"wgmma.sp k{k} {result} {a} {b} selector {selector}, {values}"
+    num_d = n // 2
+    body = (
+        ".reg .b32 %d<8>; .reg .b32 %f<5>; .reg .b64 %db; .reg .pred %scale;\n"
+        "mov.u32 %r1, %tid.x; mov.u32 %r2, smem; mul.lo.u32 %r3, %r1, 8; mov.u32 %r7, 0;\n"
+        "add.u32 %r4, %r2, %r3; cvt.u64.u32 %rd1, %r3; add.u64 %rd1, %rd1, %p2;"
+        "ld.global.v2.u32 {%r10, %r11}, [%rd1]; st.shared.v2.u32 [%r4], {%r10, %r11};\n"
+        "mad.wide.u32 %rd2, %r1, 4, %p3; mad.wide.u32 %rd3, %r1, 4, %p0;"
+        "mad.wide.u32 %rd4, %r1, 4, %p1; mad.wide.u32 %rd5, %r1, 4, %p4;"
+        "ld.global.u32 %f4, [%rd5];\n"
+    )
+    body += "".join(f"ld.global.u32 %d{i}, [%rd2+{512 * i}];" for i in range(num_d))
+    body += "".join(f"ld.global.u32 %f{i}, [%rd4+{512 * i}];" for i in range(4))
+    # Chunks of 16 bytes along K are 128 bytes apart, groups of 8 rows 512.
+    descriptor = 128 >> 4 << 16 | 512 >> 4 << 32
+    tail = "" if result == "s32" else ", 1, 1"
+    tail += ", 0" if (ELEMENT_BITS[a] // 8) == 2 else ""
+    accumulators = "{" + ", ".join(f"%d{i}" for i in range(num_d)) + "}"
+    body += (
+        "\nsetp.eq.u32 %scale, %r7, 0; fence.proxy.async.shared::cta; bar.sync 0;"
+        "and.b32 %r4, %r2, 0x3ffff; shr.u32 %r4, %r4, 4; cvt.u64.u32 %db, %r4;"
+        f"or.b64 %db, %db, {descriptor:#x}; wgmma.fence.sync.aligned;\n"
+        f"wgmma.mma_async.sp.sync.aligned.m64n{n}k{k}.{result}.{a}.{b} {accumulators},"
+        f" {{%f0, %f1, %f2, %f3}}, %db, %f4, {selector}, %scale{tail};\n"
+        "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;\n"
+    )
+    body += "".join(f"st.global.u32 [%rd3+{512 * i}], %d{i};" for i in range(num_d))
+
+    def arrays():
+        source = Source(name)
+        words = [
+            elements(source, kind, num_bytes // (ELEMENT_BITS[kind] // 8), values).view("<u4")
+            for kind, num_bytes in ((a, 4 * 512), (b, 64 * n))
+        ]
+        d = addends(source, result, 128 * num_d, values).view("<u4")
+        return [np.zeros((num_d, 128), "<u4"), *words, d, metadata(source, a, 128)]
+
+    FAMILY.add(name, body, arrays, 5, block=(128, 1, 1), shared_bytes=SHARED)
+
+
+for t in ("f16", "bf16", "tf32"):
+    for selector in (0, 1):
+        for values in ("integers", "random"):
+            add_sparse(t, t, "f32", selector, values)
+for values in ("integers", "random"):
+    add_sparse("e4m3", "e5m2", "f32", 0, values)
+add_sparse("u8", "s8", "s32", 0, "all")

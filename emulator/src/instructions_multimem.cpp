@@ -161,8 +161,9 @@ void decode(Decoder& d, Kind kind) {
     if (type == Type::f16x2) element = Type::f16, packed = 2;
     if (type == Type::bf16x2) element = Type::bf16, packed = 2;
     const bool is_half = element == Type::f16 || element == Type::bf16;
-    const bool is_known = is_half || type == Type::f32 || type == Type::f64 ||
-                          (!is_float(element) && num_bits(type) >= 32 && num_bits(type) <= 64);
+    const bool is_integer = type == Type::u32 || type == Type::s32 || type == Type::b32 ||
+                            type == Type::u64 || type == Type::s64 || type == Type::b64;
+    const bool is_known = is_half || is_integer || type == Type::f32 || type == Type::f64;
     if (!is_known) d.unsupported(std::string("type .") + name_of(type));
     const bool is_bitwise = reduction == Reduction::bit_and || reduction == Reduction::bit_or ||
                             reduction == Reduction::bit_xor;

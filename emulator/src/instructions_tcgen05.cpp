@@ -228,21 +228,25 @@ struct MmaForm {
     bool a_in_tensor_memory = false;
     uint32_t num_scale_blocks = 1;
     bool disables_lanes = false;
+    bool is_weight_stationary = false;
 
     uint64_t pack() const {
         return uint64_t(kind) | uint64_t(cta_group) << 8 | uint64_t(a_in_tensor_memory) << 16 |
-               uint64_t(num_scale_blocks) << 24 | uint64_t(disables_lanes) << 32;
+               uint64_t(num_scale_blocks) << 24 | uint64_t(disables_lanes) << 32 |
+               uint64_t(is_weight_stationary) << 33;
     }
     static MmaForm unpack(uint64_t aux) {
-        return {MmaKind(aux & 0xff), int(aux >> 8 & 0xff), (aux >> 16 & 1) != 0,
-                uint32_t(aux >> 24 & 0xff), (aux >> 32 & 1) != 0};
+        return {MmaKind(aux & 0xff),        int(aux >> 8 & 0xff), (aux >> 16 & 1) != 0,
+                uint32_t(aux >> 24 & 0xff), (aux >> 32 & 1) != 0, (aux >> 33 & 1) != 0};
     }
 };
 
 void note_mma_cells(Cta& cta, const Mma& mma) {
     const uint32_t rows = mma.shape.m / uint32_t(mma.cta_group);
     const bool halves = mma.cta_group == 2 && rows == 64;
-    const uint32_t columns = halves ? mma.shape.n / 2 : mma.shape.n;
+    const uint32_t columns = halves                     ? mma.shape.n / 2
+                             : mma.is_weight_stationary ? mma.shape.n * rows / 128
+                                                        : mma.shape.n;
     note_cells(cta, mma.d_address, mma.shape.d == Accumulator::f16 ? (columns + 1) / 2 : columns,
                Access::write);
     if (mma.a_in_tensor_memory) note_cells(cta, mma.a_address, 8, Access::read);
@@ -259,8 +263,9 @@ Flow mma(Warp& w, const Op& op) {
         Mma mma;
         mma.kind = form.kind;
         mma.cta_group = form.cta_group;
+        mma.is_weight_stationary = form.is_weight_stationary;
         mma.shape = InstructionDescriptor::decode(w.in<uint32_t>(op.operands[3])[lane], form.kind,
-                                                  form.cta_group);
+                                                  form.cta_group, form.is_weight_stationary);
         mma.a_in_tensor_memory = form.a_in_tensor_memory;
         if (form.a_in_tensor_memory)
             mma.a_address = uint32_t(w.address(op.operands[1], lane));
@@ -371,6 +376,28 @@ void decode_mma(Decoder& d) {
                                   d.constant(0), enable, shift};
     operands.insert(operands.end(), lanes.begin(), lanes.end());
     d.emit(mma, std::move(operands), form.pack());
+}
+
+// .ws: B stays in the collector and A goes by, which is no difference in results. Its accumulators
+// of 32 and 64 rows lie otherwise in tensor memory.
+void decode_weight_stationary(Decoder& d) {
+    MmaForm form;
+    form.is_weight_stationary = true;
+    form.cta_group = take_cta_group(d);
+    if (form.cta_group != 1) d.invalid(".ws has .cta_group::1");
+    form.kind = take_kind(d);
+    if (is_block_scaled(form.kind)) d.invalid("this kind has no .ws");
+    std::string collector;
+    d.take_prefix("collector::", collector);
+    d.expect_operands(5, 6);
+    if (d.num_operands() == 6) d.unsupported("a mask of columns that count as zero");
+    form.a_in_tensor_memory = d.parsed(1).kind == ParsedOperand::Kind::address;
+    const Operand accumulator = tensor_memory_address(d, 0);
+    const Operand a = form.a_in_tensor_memory ? d.address(1) : d.source(1, Type::b64);
+    d.emit(mma,
+           {accumulator, a, d.source(2, Type::b64), d.source(3, Type::u32), d.constant(0),
+            d.constant(0), d.source(4, Type::pred), d.constant(0)},
+           form.pack());
 }
 
 // ---- cp, shift
@@ -775,6 +802,8 @@ InstructionTable tcgen05_instructions() {
         {"tcgen05.relinquish_alloc_permit", decode_relinquish, "no more allocations in this CTA"},
         {"tcgen05.mma", decode_mma,
          "dense f16, tf32, f8f6f4, i8; block-scaled mxf8f6f4, mxf4, mxf4nvf4"},
+        {"tcgen05.mma.ws", decode_weight_stationary,
+         "weight-stationary, dense f16, tf32, f8f6f4, i8; M = 32, 64, 128"},
         {"tcgen05.cp", decode_copy, "shared memory to tensor memory, all shapes"},
         {"tcgen05.shift", decode_shift, "rows of a quadrant down by one lane"},
         {"tcgen05.commit", decode_commit,

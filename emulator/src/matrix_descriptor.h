@@ -202,8 +202,9 @@ struct InstructionDescriptor {
     uint32_t sfa_id = 0, sfb_id = 0;
     bool scale_is_ue8m0 = true;
 
-    // Checks the fields against what `kind` and `cta_group` allow.
-    static InstructionDescriptor decode(uint32_t bits, MmaKind kind, int cta_group) {
+    // Checks the fields against what `kind` and `cta_group` allow. is_weight_stationary: .ws.
+    static InstructionDescriptor decode(uint32_t bits, MmaKind kind, int cta_group,
+                                        bool is_weight_stationary = false) {
         InstructionDescriptor d;
         const bool scaled = is_block_scaled(kind);
         if (bits & 0x7) {
@@ -271,7 +272,10 @@ struct InstructionDescriptor {
         if ((d.a_mn_major && packed_or_padded_a) || (d.b_mn_major && packed_or_padded_b)) {
             illegal_field(bits, "operands of less than 8 bits must be K-major");
         }
-        check_shape(bits, d, scaled, cta_group);
+        if (is_weight_stationary)
+            check_weight_stationary_shape(bits, d);
+        else
+            check_shape(bits, d, scaled, cta_group);
         return d;
     }
 
@@ -308,6 +312,14 @@ struct InstructionDescriptor {
              "tcgen05.mma instruction descriptor 0x%08x: format code %u of %s does not exist in "
              "this kind",
              bits, code, operand);
+    }
+
+    static void check_weight_stationary_shape(uint32_t bits, const InstructionDescriptor& d) {
+        if ((d.m == 32 || d.m == 64 || d.m == 128) && (d.n == 64 || d.n == 128 || d.n == 256))
+            return;
+        fail(FaultKind::invalid_operation,
+             "tcgen05.mma.ws instruction descriptor 0x%08x: M = %u, N = %u does not exist", bits,
+             d.m, d.n);
     }
 
     static void check_shape(uint32_t bits, const InstructionDescriptor& d, bool scaled,

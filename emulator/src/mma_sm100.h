@@ -22,6 +22,7 @@ struct MmaCta {
 struct Mma {
     MmaKind kind = MmaKind::mxf8f6f4;
     int cta_group = 1;
+    bool is_weight_stationary = false;  // .ws
     InstructionDescriptor shape;
     bool a_in_tensor_memory = false;
     MatrixDescriptor a;
@@ -82,7 +83,9 @@ struct Mma {
     bool is_packed() const { return kind >= MmaKind::mxf4; }
 
     // 64 rows of a single CTA, of the accumulator and of A alike, take 16 lanes of each quadrant.
-    bool has_half_quadrants(uint32_t rows) const { return cta_group == 1 && rows == 64; }
+    bool has_half_quadrants(uint32_t rows) const {
+        return cta_group == 1 && rows == 64 && !is_weight_stationary;
+    }
     uint32_t lane_of(uint32_t row, uint32_t rows) const {
         return has_half_quadrants(rows) ? row % 16 + 32 * (row / 16) : row;
     }
@@ -128,6 +131,7 @@ struct Mma {
 
     void load_a_from_tensor_memory(TensorMemory& memory, uint32_t rows, Panels& panels,
                                    bool check_written) const {
+        // With few rows of .ws, PTX tells where they lie in a figure only.
         if (rows != TensorMemory::num_lanes && !has_half_quadrants(rows)) {
             fail(FaultKind::unsupported, "tcgen05.mma with A in tensor memory and %u rows per CTA",
                  rows);
@@ -201,6 +205,12 @@ struct Mma {
             store_cells(memory, cta, row, column, shape.n / 2, product, check_written);
             store_cells(memory, cta, row + 64, column, shape.n / 2, product + shape.n / 2,
                         check_written);
+        } else if (is_weight_stationary) {
+            // The columns of few rows lie beside each other in lanes (CuTe, mma_traits_sm100.hpp).
+            const uint32_t parts = TensorMemory::num_lanes / rows, count = shape.n / parts;
+            for (uint32_t i = 0; i < parts; ++i)
+                store_cells(memory, cta, row + i * rows, column, count, product + i * count,
+                            check_written);
         } else {
             store_cells(memory, cta, lane_of(row, rows), column, shape.n, product, check_written);
         }

@@ -159,7 +159,13 @@ KERNEL()(u32* out, u32 frees_twice) {
         ("sust.b.1d.b32.trap [%rd0, {%r0}], {%r1};", "sust.b.1d.b32.trap"),
         ("vadd.s32.s32.s32 %r0, %r1.b0, %r2.b1;", "vadd.s32.s32.s32"),
         ("vadd4.s32.s32.s32 %r0, %r1.b0123, %r2, %r3;", "selection of parts"),
-        ("multimem.red.relaxed.gpu.global.add.f32 [%rd0], %r0;", "multimem.red"),
+        ("multimem.ld_reduce.add.v4.e4m3x4 {%r0, %r1, %r2, %r3}, [%rd0];", "type .e4m3x4"),
+        (
+            "mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.kind::f8f6f4.f32.e2m1.e2m1.f32"
+            " {%r0, %r0, %r0, %r0}, {%r0, %r0, %r0, %r0}, {%r0, %r0, %r0, %r0},"
+            " {%r0, %r0, %r0, %r0}, %r0, 0;",
+            "a sparse A of this kind",
+        ),
     ],
 )
 def test_what_is_missing_is_named_with_its_line(statement, name):

@@ -494,3 +494,66 @@ def test_metadata_of_one_element_twice_is_an_error() -> None:
         run_body(body)
     with pytest.raises(InvalidPtx, match="selector"):
         run_body(body[:-2] + "4;")
+
+
+# ---- weight-stationary products
+
+STATIONARY = """
+KERNEL()(const uint4* in, u32* out, u32 rows, u32 n, u32 turns) {
+    u32 base = shared_address(dynamic_shared), warp = threadIdx.x / 32;
+    u32 barrier = base + 60000, columns = base + 60008;
+    for (u32 i = threadIdx.x; i < (rows + n) * 8; i += blockDim.x)
+        ((uint4*)dynamic_shared)[i ^ (i >> 3 & 7)] = in[i];
+    fence_async();
+    if (threadIdx.x == 0) init_barrier(barrier, 1);
+    if (warp == 0)
+        asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], 256;"
+            :: "r"(columns) : "memory");
+    __syncthreads();
+    u32 tmem = *(u32*)(dynamic_shared + 60008);
+    if (threadIdx.x == 0) {
+        u64 a = 0x4000404000000000ull | base >> 4, b = a + rows * 8;
+        u32 shape = 1 << 4 | n >> 3 << 17 | rows >> 4 << 24;
+        for (u32 turn = 0; turn < turns; ++turn)
+            for (u32 k = 0; k < 4; ++k)
+                asm volatile("{ .reg .pred p; setp.ne.u32 p, %4, 0;"
+                    " tcgen05.mma.ws.cta_group::1.kind::f16.collector::b0::fill"
+                    " [%0], %1, %2, %3, p; }"
+                    :: "r"(tmem), "l"(a + 2 * k), "l"(b + 2 * k), "r"(shape), "r"(turn + k)
+                    : "memory");
+        asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];"
+            :: "r"(barrier) : "memory");
+    }
+    __syncwarp();
+    wait(barrier, 0);
+    asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+    for (u32 column = 0; column < n * rows / 128; ++column) {
+        u32 value;
+        asm volatile("tcgen05.ld.sync.aligned.32x32b.x1.b32 {%0}, [%1];"
+            : "=r"(value) : "r"(tmem + (warp * 32 << 16) + column));
+        asm volatile("tcgen05.wait::ld.sync.aligned;" ::: "memory");
+        out[column * 128 + threadIdx.x] = value;
+    }
+    asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
+    __syncthreads();
+    if (warp == 0)
+        asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, 256;" :: "r"(tmem));
+}
+"""
+
+
+@pytest.mark.parametrize(("rows", "n"), [(32, 64), (32, 256), (64, 128), (128, 64)])
+def test_weight_stationary_products(rows: int, n: int) -> None:
+    tiles = np.random.default_rng(rows).integers(-3, 4, (rows + n, 64)).astype(np.float16)
+    out = np.zeros((n * rows // 128, 128), np.float32)
+    run_kernel(STATIONARY, tiles, out, rows, n, 2)
+    a, b = tiles[:rows].astype(np.float32), tiles[rows:].astype(np.float32)
+    # Lanes hold the rows; where there are fewer, first those of the first columns.
+    parts = (2 * (a @ b.T)).reshape(rows, 128 // rows, -1)
+    assert np.array_equal(out, parts.transpose(2, 1, 0).reshape(out.shape))
+
+
+def test_weight_stationary_products_that_do_not_exist() -> None:
+    out = np.zeros((32, 128), np.float32)
+    with pytest.raises(InvalidOperation, match=r"tcgen05.mma.ws .* M = 32, N = 32 does not exist"):
+        run_kernel(STATIONARY, np.zeros((64, 64), np.float16), out, 32, 32, 1)

@@ -38,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -86,7 +87,13 @@ def main() -> None:
         reports = [json.loads(path.read_text()) for path in arguments.show]
         show(reports, arguments.markdown, arguments.svg)
     elif arguments.serve:
-        serve_one(arguments)
+        try:
+            serve_one(arguments)
+        except Exception:
+            # Neither closing an engine that failed nor its threads may keep this process.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
     else:
         raise SystemExit(serve_all(arguments))
 
@@ -417,10 +424,8 @@ def serve_one(
             **{size: getattr(arguments, size) for size in SIZES},
         )
         engine = (make_engine or make_vllm)(Path(folder), arguments)
-        try:
-            serve_parts(engine, path, name, arguments, clock or WallClock())
-        finally:
-            engine.close()
+        serve_parts(engine, path, name, arguments, clock or WallClock())
+        engine.close()
 
 
 def make_vllm(folder: Path, arguments: argparse.Namespace) -> Engine:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ VOCABULARY, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32000, 16, 4, 128
 MAX_MODEL_LEN = 4096
 # UE8M0 of 2^-8: products of random E2M1 codes and tokens of 4096 values then have values around 1.
 EXPERT_SCALE_BYTE = 119
+ANSWER_TIMEOUT_S = 60  # of a question to an engine's workers, which is answered in a second
 # For processes of an engine: nothing is fetched or sent.
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -133,7 +136,25 @@ class VllmModel:
         return found
 
     def _ask(self, name: str, *arguments: Any) -> list[Any]:
-        return self._llm.collective_rpc(f"benchmark_{name}", args=arguments)
+        """Raises RuntimeError if no answer comes: an engine that fails on one may say nothing."""
+        answers: Queue[Any] = Queue()
+
+        def ask() -> None:
+            try:
+                answers.put(self._llm.collective_rpc(f"benchmark_{name}", args=arguments))
+            except Exception as error:
+                answers.put(error)
+
+        Thread(target=ask, daemon=True).start()
+        try:
+            answer = answers.get(timeout=ANSWER_TIMEOUT_S)
+        except Empty:
+            raise RuntimeError(
+                f"vLLM's workers did not answer {name!r} within {ANSWER_TIMEOUT_S} s"
+            ) from None
+        if isinstance(answer, Exception):
+            raise RuntimeError(f"vLLM's workers could not answer {name!r}") from answer
+        return [json.loads(one) for one in answer]
 
     def close(self) -> None:
         """End the engine's processes."""
@@ -142,7 +163,8 @@ class VllmModel:
 
 
 class VllmWorker:
-    """What a vLLM worker's class gets beside its own methods."""
+    """What a vLLM worker's class gets beside its own methods. Answers are JSON: vLLM's messages
+    take no other types than its own, and its engine hangs on one that they do not take."""
 
     @staticmethod
     def init_worker_extension(worker: Any) -> None:
@@ -153,18 +175,19 @@ class VllmWorker:
         register()
         make_dummy_weights_random()
 
-    def benchmark_experts_of_layers(self) -> dict[str, str]:
-        return experts_of_layers(self.model_runner.get_model())  # type: ignore[attr-defined]
+    def benchmark_experts_of_layers(self) -> str:
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return json.dumps(experts_of_layers(model))
 
-    def benchmark_kernel_counts(self) -> dict[str, int]:
+    def benchmark_kernel_counts(self) -> str:
         from deep_moe import jit
 
-        return jit.kernel_counts()._asdict()
+        return json.dumps(jit.kernel_counts()._asdict())
 
-    def benchmark_machine(self, commit: str | None) -> dict[str, Any]:
+    def benchmark_machine(self, commit: str | None) -> str:
         from deep_moe.trial.timing import machine
 
-        return machine(torch.device("cuda", torch.cuda.current_device()), commit)
+        return json.dumps(machine(torch.device("cuda", torch.cuda.current_device()), commit))
 
 
 def experts_of_layers(model: torch.nn.Module) -> dict[str, str]:

@@ -249,7 +249,6 @@ def test_layers_that_another_ran_are_an_error(name: str, who: str, tmp_path: Pat
     engine = Engine(Clock(), who=who)
     with pytest.raises(RuntimeError, match=rf"{name}: deep_moe must run . of 6 layers"):
         served(path, name, engine)
-    assert engine.is_closed
     report = json.loads(path.read_text())
     assert report["engines"][name]["layers"] == {who: 6}
 

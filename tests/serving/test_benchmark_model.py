@@ -4,6 +4,7 @@ methods and the weights. The engine itself needs a GPU."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,9 @@ def test_the_engine_is_made_and_asked_as_vllm_has_it(
         def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
             asked.append((method, *args))
             assert callable(getattr(VllmWorker, method))
-            return [{"a": 1}, {"b": 2}]
+            if method == "benchmark_kernel_counts" and args:
+                time.sleep(5)
+            return ['{"a": 1}', '{"b": 2}']
 
     monkeypatch.setattr(vllm, "LLM", Llm)
     write_config(tmp_path, layers=2, experts=4, topk=2, hidden=256, intermediate=128)
@@ -82,6 +85,28 @@ def test_the_engine_is_made_and_asked_as_vllm_has_it(
     assert asked[-1] == ("benchmark_machine", "abc")
     model.close()
     assert engine.added[-1] == "shut down"
+    monkeypatch.setattr(vllm_model, "ANSWER_TIMEOUT_S", 0.1)
+    with pytest.raises(RuntimeError, match=r"did not answer 'kernel_counts' within 0\.1 s"):
+        model._ask("kernel_counts", "slowly")
+    with pytest.raises(RuntimeError, match="could not answer 'nothing'"):
+        model._ask("nothing")
+
+
+def test_answers_of_a_worker_are_json(monkeypatch: pytest.MonkeyPatch):
+    from deep_moe.trial import timing
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    whole = timing.machine
+    monkeypatch.setattr(timing, "machine", lambda _, commit: whole(torch.device("cpu"), commit))
+    model = torch.nn.Module()
+    worker: Any = SimpleNamespace(model_runner=SimpleNamespace(get_model=lambda: model))
+    assert json.loads(VllmWorker.benchmark_experts_of_layers(worker)) == {}
+    assert set(json.loads(VllmWorker.benchmark_kernel_counts(worker))) == {
+        "compiled",
+        "read",
+        "loaded",
+    }
+    assert json.loads(VllmWorker.benchmark_machine(worker, "abc"))["commit"] == "abc"
 
 
 def test_no_method_of_a_worker_is_replaced():

@@ -187,6 +187,10 @@ InstructionTable launch_control_instructions();  // clusterlaunchcontrol.*
 // A call of a function that the driver provides, such as vprintf; false if it is another's.
 bool decode_runtime_call(Decoder& d);
 
+// st and red, which st.async and red.async to global memory are here.
+void decode_st(Decoder& d);
+void decode_red(Decoder& d);
+
 // All of them, sorted by name.
 const InstructionTable& all_instructions();
 const Instruction* find_instruction(std::string_view mnemonic);

@@ -223,8 +223,8 @@ void decode_movmatrix(Decoder& d) {
     d.emit(move_matrix, {d.destination(0, Type::b32), d.source(1, Type::b32)});
 }
 
-// aux: element types, result type, K, bit 32: sparse; operands: d, a, b, c, of sparse A metadata
-// and selector
+// aux: element types, result type, K, bit 32: sparse, bit 33: saturates; operands: d, a, b, c, of
+// sparse A metadata and selector
 Flow mma(Warp& w, const Op& op) {
     WarpMma unit;
     unit.a_type = Element(op.aux & 0xff);
@@ -232,6 +232,7 @@ Flow mma(Warp& w, const Op& op) {
     unit.d_type = Accumulator(op.aux >> 16 & 0xff);
     unit.k = uint32_t(op.aux >> 24 & 0xff);
     unit.is_sparse = op.aux >> 32 & 1;
+    unit.saturates = op.aux >> 33 & 1;
     const uint32_t num_d = unit.d_type == Accumulator::f16 ? 2 : 4;
     const Operand* next = op.operands;
     uint32_t result[4][warp_size];
@@ -439,6 +440,8 @@ void decode_mma(Decoder& d, bool is_sparse) {
                   : result == Type::f16 ? Accumulator::f16
                                         : Accumulator::s32;
     unit.k = k;
+    unit.saturates = d.take("satfinite");
+    if (unit.saturates && unit.d_type != Accumulator::s32) d.invalid(".satfinite is of integers");
     const uint32_t row_bytes = k * container_bytes(unit.a_type);
     unit.is_sparse = is_sparse;
     const uint32_t smallest = is_sparse ? 32 : 16;
@@ -463,7 +466,7 @@ void decode_mma(Decoder& d, bool is_sparse) {
     }
     d.emit(mma, std::move(operands),
            uint64_t(unit.a_type) | uint64_t(unit.b_type) << 8 | uint64_t(unit.d_type) << 16 |
-               uint64_t(k) << 24 | uint64_t(is_sparse) << 32);
+               uint64_t(k) << 24 | uint64_t(is_sparse) << 32 | uint64_t(unit.saturates) << 33);
 }
 
 void decode_dense_mma(Decoder& d) {

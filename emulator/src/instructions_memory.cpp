@@ -383,6 +383,8 @@ void decode_ldu(Decoder& d) {
     decode_ld(d);
 }
 
+}  // namespace
+
 void decode_st(Decoder& d) {
     const Strength strength = take_strength(d, Scope::sys);
     const bool is_strong = strength.is_strong;
@@ -418,6 +420,8 @@ void decode_st(Decoder& d) {
     }
     d.emit(body, operands, uint64_t(space) | (is_strong ? strong_bit : 0) | strength.aux);
 }
+
+namespace {
 
 // ---- atomics ----
 
@@ -726,9 +730,13 @@ void decode_atomic(Decoder& d, bool returns) {
 void decode_atom(Decoder& d) {
     decode_atomic(d, true);
 }
+}  // namespace
+
 void decode_red(Decoder& d) {
     decode_atomic(d, false);
 }
+
+namespace {
 
 // ---- the rest ----
 

@@ -105,11 +105,14 @@ void decode_remote(Decoder& d, Update update) {
     d.emit(body, std::move(operands), uint64_t(space) | uint64_t(update) << 8);
 }
 
+// To global memory: PTX lets it happen later, here it happens at once.
 void decode_store(Decoder& d) {
+    if (d.has("global")) return decode_st(d);
     decode_remote(d, Update::store);
 }
 
 void decode_reduction(Decoder& d) {
+    if (d.has("global")) return decode_red(d);
     constexpr std::pair<std::string_view, Update> updates[] = {
         {"add", Update::add},   {"min", Update::min},    {"max", Update::max},
         {"inc", Update::inc},   {"dec", Update::dec},    {"and", Update::bit_and},
@@ -123,9 +126,11 @@ void decode_reduction(Decoder& d) {
 
 InstructionTable remote_instructions() {
     return {
-        {"st.async", decode_store, "store to the cluster's shared memory, counted by an mbarrier"},
+        {"st.async", decode_store,
+         "store to the cluster's shared memory, counted by an mbarrier, or to global memory"},
         {"red.async", decode_reduction,
-         "integer update of the cluster's shared memory, counted by an mbarrier"},
+         "integer update of the cluster's shared memory, counted by an mbarrier, or of global "
+         "memory"},
     };
 }
 

@@ -70,7 +70,8 @@ struct WgmmaForm {
                uint64_t(unit.d_type) << 8 | uint64_t(unit.n) << 12 | uint64_t(unit.k) << 24 |
                uint64_t(unit.a_mn_major) << 32 | uint64_t(unit.b_mn_major) << 33 |
                uint64_t(unit.negate_a) << 34 | uint64_t(unit.negate_b) << 35 |
-               uint64_t(a_in_registers) << 36 | uint64_t(is_sparse) << 37;
+               uint64_t(a_in_registers) << 36 | uint64_t(is_sparse) << 37 |
+               uint64_t(unit.saturates) << 38;
     }
     static WgmmaForm unpack(uint64_t aux) {
         WgmmaForm form;
@@ -85,6 +86,7 @@ struct WgmmaForm {
         form.unit.negate_b = aux >> 35 & 1;
         form.a_in_registers = aux >> 36 & 1;
         form.is_sparse = aux >> 37 & 1;
+        form.unit.saturates = aux >> 38 & 1;
         return form;
     }
 };
@@ -181,6 +183,9 @@ void decode_form(Decoder& d, bool is_sparse) {
     form.unit.k = shape.k;
     if (shape.k * container_bytes(form.unit.a_element_type) != (is_sparse ? 64 : 32))
         d.invalid("K does not match the element type");
+    form.unit.saturates = d.take("satfinite");
+    if (form.unit.saturates && form.unit.d_type != Accumulator::s32)
+        d.invalid(".satfinite is of integers");
     const bool transposes = container_bytes(form.unit.a_element_type) == 2;
     const bool scales = form.unit.d_type != Accumulator::s32;
     form.a_in_registers = d.parsed(1).kind == ParsedOperand::Kind::vector;

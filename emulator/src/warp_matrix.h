@@ -2,6 +2,7 @@
 // stmatrix and mma.sync.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -55,6 +56,7 @@ struct WarpMma {
     Accumulator d_type = Accumulator::f32;
     uint32_t k = 16;
     bool is_sparse = false;
+    bool saturates = false;  // .satfinite of integers
     SparseMetadata sparse;
 
     uint32_t elements_per_register() const { return 4 / container_bytes(a_type); }
@@ -96,7 +98,9 @@ struct WarpMma {
  private:
     void add_integers(const uint32_t* const* c, uint32_t* const* d, Panels& panels) const {
         for_each_product(panels, k, [&](uint32_t index, uint32_t lane, double product) {
-            d[index][lane] = uint32_t(int64_t(product) + int32_t(c[index][lane]));
+            const int64_t sum = int64_t(product) + int32_t(c[index][lane]);
+            d[index][lane] =
+                uint32_t(saturates ? std::clamp<int64_t>(sum, INT32_MIN, INT32_MAX) : sum);
         });
     }
 

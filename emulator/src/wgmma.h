@@ -3,6 +3,7 @@
 // so each runs by itself.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cmath>
@@ -57,6 +58,7 @@ struct Wgmma {
     uint32_t n = 0, k = 0;
     bool a_mn_major = false, b_mn_major = false, negate_a = false, negate_b = false;
     bool accumulate = false;  // scale-d
+    bool saturates = false;   // .satfinite of integers
     SparseMetadata sparse;
     uint32_t kept_k() const { return sparse.words ? k / 2 : k; }  // columns of A as it is given
     WgmmaNumerics numerics = WgmmaNumerics::exact_then_round;
@@ -164,7 +166,8 @@ struct Wgmma {
                     const double sum =
                         panels.product[(row - first_row) * panels.pitch + column] + addend(at);
                     if (d_type == Accumulator::s32)
-                        at.word = uint32_t(int64_t(sum));
+                        at.word = uint32_t(int64_t(
+                            saturates ? std::clamp<double>(sum, INT32_MIN, INT32_MAX) : sum));
                     else if (d_type == Accumulator::f16)
                         store_f16(at, sum);
                     else

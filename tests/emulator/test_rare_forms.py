@@ -557,3 +557,37 @@ def test_weight_stationary_products_that_do_not_exist() -> None:
     out = np.zeros((32, 128), np.float32)
     with pytest.raises(InvalidOperation, match=r"tcgen05.mma.ws .* M = 32, N = 32 does not exist"):
         run_kernel(STATIONARY, np.zeros((64, 64), np.float16), out, 32, 32, 1)
+
+
+# ---- st.async and red.async to global memory, integer products that saturate
+
+
+def test_stores_and_updates_of_global_memory_that_may_be_late() -> None:
+    out = np.arange(32, dtype=np.uint32)
+    run_body(
+        "mov.u32 %r0, %tid.x; mad.wide.u32 %rd0, %r0, 4, %p0; mov.u32 %r1, 7;"
+        "setp.lt.u32 %c0, %r0, 16; @%c0 st.async.mmio.release.sys.global.u32 [%rd0], %r1;"
+        "@!%c0 red.async.mmio.release.sys.global.add.u32 [%rd0], %r1;",
+        out,
+    )
+    assert np.array_equal(out, np.where(np.arange(32) < 16, 7, np.arange(32) + 7))
+
+
+@pytest.mark.parametrize("saturates", [False, True])
+def test_integer_products_saturate(saturates: bool) -> None:
+    out = np.zeros((2, 32), np.int32)
+    form = "mma.sync.aligned.m16n8k32.row.col" + ".satfinite" * saturates
+    registers = "{%r3, %r3, %r3, %r3}"
+    run_body(
+        "mov.u32 %r0, %tid.x; mad.wide.u32 %rd0, %r0, 4, %p0; mov.u32 %r3, 0x01010101;"
+        "mov.u32 %r4, 0x7ffffff0; mov.u32 %r5, 0x80000010; mov.u32 %r6, 0xffffffff;"
+        f"{form}.s32.s8.s8.s32 {{%r10, %r11, %r12, %r13}}, {registers}, {{%r3, %r3}},"
+        " {%r4, %r4, %r4, %r4};"
+        f"{form}.s32.s8.s8.s32 {{%r14, %r15, %r16, %r17}}, {registers}, {{%r6, %r6}},"
+        " {%r5, %r5, %r5, %r5};"
+        "st.global.u32 [%rd0], %r10; st.global.u32 [%rd0+128], %r14;",
+        out,
+    )
+    sums = np.array([0x7FFFFFF0 + 32, -0x80000000 + 0x10 - 32])
+    expected = np.clip(sums, -(2**31), 2**31 - 1) if saturates else sums.astype(np.int32)
+    assert np.array_equal(out, np.repeat(expected[:, None], 32, 1))

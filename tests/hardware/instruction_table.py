@@ -33,7 +33,6 @@ A module that has one of these does not load; the error names the line.
 | `mma` | a sparse A of 4-bit or 6-bit elements, or with scales |
 | `mma` | m8n8k4 of halves, elements of one and four bits (`.b1`, `.u4`, `.s4`) |
 | `multimem.*` | FP8 |
-| `st.async`, `red.async` | to global memory (`.mmio`) |
 | `tcgen05.mma` | sparse A (`.sp`), K = 96 |
 | `tcgen05.mma.ws` | sparse A (`.sp`), a mask of zero columns |
 | `tex`, `tld4`, `txq`, `istypep`, `suld`, `sust`, `sured`, `suq` | textures and surfaces |

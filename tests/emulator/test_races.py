@@ -720,7 +720,7 @@ def test_accesses_side_by_side_race_where_they_overlap(element, place, is_ordere
 
 # ---- rows of lanes: what one warp touches together, and another one otherwise
 
-ROWS = """
+TWO_ROWS = """
 template <class T> __device__ void touch(u32* data, int first, int stores) {
     T* at = reinterpret_cast<T*>(data + first) + threadIdx.x % 32;
     if (stores) {
@@ -781,6 +781,6 @@ def test_rows_of_lanes_race_where_they_overlap(
     for shift in (0, 4):
         data = aligned(np.zeros(520, np.uint32))[shift : shift + 512]
         arguments = (data, in_shared, first, words, second, more)
-        assert run_kernel(ROWS, *arguments, 1, threads=64, stop_at_findings=False) == []
-        findings = run_kernel(ROWS, *arguments, 0, threads=64, stop_at_findings=False)
+        assert run_kernel(TWO_ROWS, *arguments, 1, threads=64, stop_at_findings=False) == []
+        findings = run_kernel(TWO_ROWS, *arguments, 0, threads=64, stop_at_findings=False)
         assert {finding.kind for finding in findings} == ({"race"} if overlap else set())

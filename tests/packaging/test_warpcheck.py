@@ -274,8 +274,8 @@ def test_the_readmes_code_runs(commands: Path, tmp_path: Path):
     assert result.returncode == 0, result.stderr
 
 
-# The others take longer, or need headers of CUDA and CUTLASS.
-OWN_TESTS = ("arithmetic", "findings", "memory", "multimem", "races")
+# Of the others some take longer or need PyTorch, or headers of CUDA and CUTLASS.
+OWN_TESTS = ("findings", "memory", "multimem", "races", "stochastic_rounding")
 
 
 def test_its_own_tests_pass(commands: Path, tmp_path: Path):

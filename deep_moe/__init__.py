@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from .fused.buffer import SymmBuffer, buffer_size, get_symm_buffer_for_mega_moe
     from .fused.compiling_kernels import CompilingKernels, compile_ahead
     from .fused.emulated_ranks import EmulatedRanks
-    from .fused.input_preparation import prepare_inputs
+    from .fused.input_preparation import prepare_inputs, route_and_prepare_inputs
     from .fused.mega_moe import fp8_fp4_mega_moe, mega_moe
+    from .heuristics.router import Router
     from .split.all_to_all_layer import EPAll2AllLayer, EPAllToAllLayoutDesc
     from .split.domain_groups import DomainGroups, make_domain_groups
     from .split.emulated_all_to_all import EmulatedAllToAll
@@ -105,6 +106,7 @@ _MODULES = {
     "MissingPackageError": "errors",
     "Received": "split.throughput",
     "RequantizationWarning": "errors",
+    "Router": "heuristics.router",
     "SymmBuffer": "fused.buffer",
     "ThroughputMoE": "split.throughput_moe",
     "TwoLevelAllToAll": "split.two_level_throughput",
@@ -136,6 +138,7 @@ _MODULES = {
     "quantize_mxfp8": "formats.mx",
     "quantize_nvfp4": "weights.nvfp4.quantizing",
     "quantize_nvfp4_tokens": "formats.nvfp4",
+    "route_and_prepare_inputs": "fused.input_preparation",
     "transform_biases_for_mega_moe": "biases.per_expert",
     "transform_weights_for_mega_moe": "weights.transform",
 }
@@ -171,6 +174,7 @@ __all__ = [
     "MoELayer",
     "Received",
     "RequantizationWarning",
+    "Router",
     "SymmBuffer",
     "ThroughputMoE",
     "TwoLevelAllToAll",
@@ -206,6 +210,7 @@ __all__ = [
     "quantize_nvfp4",
     "quantize_nvfp4_tokens",
     "quantized_activation",
+    "route_and_prepare_inputs",
     "transform_biases_for_mega_moe",
     "transform_weights_for_mega_moe",
 ]

@@ -40,6 +40,8 @@ class PrepareInputsConfig:
     num_token_chunks: of 8 values in a token, where one scale is for all of them: each CTA has one;
     0 where scales are for fewer. packs_e2m1: tokens become E2M1, with an E4M3 scale for 16 values
     beside that one; has_token_scale: which the caller gives, the same for all tokens.
+    num_router_experts: of the logits that stand in place of a router's output, 0 for none; the
+    fields behind it say what `Router` does, and which types there are.
 
     >>> config = PrepareInputsConfig(num_threads=128, num_chunks_per_lane=4, arch="sm_90a")
     >>> [config.num_ctas(config.num_chunks(n * 7168)) for n in (1, 2, 8192)]
@@ -60,6 +62,13 @@ class PrepareInputsConfig:
     num_token_chunks: int = 0
     packs_e2m1: bool = False
     has_token_scale: bool = False
+    num_router_experts: int = 0
+    has_bf16_logits: bool = False
+    router_scoring: int = 0
+    has_correction_bias: bool = False
+    num_expert_groups: int = 1
+    num_chosen_groups: int = 1
+    renormalizes: bool = False
     num_threads: int = 128
     num_chunks_per_lane: int = CHUNKS_PER_LANE
     arch: str = field(kw_only=True)
@@ -71,6 +80,10 @@ class PrepareInputsConfig:
     def num_chunks(self, num_values: int) -> int:
         """What lanes load at once, for `num_values` values of x."""
         return num_values // VALUES_PER_CHUNK
+
+    def num_router_ctas(self, num_tokens: int) -> int:
+        """CTAs that choose experts, a warp for each token."""
+        return ceil_div(num_tokens, self.num_threads // 32) if self.num_router_experts else 0
 
     def num_ctas(self, num_chunks: int) -> int:
         """The grid: a lane for each chunk, or a CTA for each token."""

@@ -24,7 +24,9 @@ from deep_moe.heuristics.prepare_inputs import (
     PrepareInputsConfig,
     whole_token_fields,
 )
+from deep_moe.heuristics.router import SCORINGS, Router
 from deep_moe.jit.cache import CompiledKernel
+from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
 from deep_moe.targets import EMULATED, target_of
@@ -48,6 +50,7 @@ from .rank_buffer import used
 
 _NOTHING = nullcontext()
 _X_ALIGNMENT = 16  # bytes that a lane loads at once
+_LOGIT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,99 @@ def prepare_inputs(
         )
 
 
+def route_and_prepare_inputs(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    sym_buffer: SymmBuffer,
+    router: Router,
+    *,
+    correction_bias: torch.Tensor | None = None,
+    token_mask: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    expert_load: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
+    arch: str | None = None,
+) -> None:
+    """What `prepare_inputs` does, and what a router does before: choose each token's experts from
+    its logits, in the same launch.
+
+    A token's experts follow from its logits alone: they do not depend on the number of tokens. A
+    logit that is not a number makes its expert the last to be chosen, with softmax all of them.
+
+    Args:
+        x: as `prepare_inputs` has it.
+        router_logits: float32 or bfloat16 [tokens, experts], at most 1024 experts. Without
+            `expert_map` they are the places of the buffer's experts.
+        sym_buffer: of `get_symm_buffer_for_mega_moe`; its views get the chosen experts and their
+            weights too, where later work may read them.
+        router: the rule.
+        correction_bias: float32 [experts], added to scores where experts are chosen.
+        token_mask: as `prepare_inputs` has it.
+        expert_map: as `prepare_inputs` has it.
+        expert_load: as `prepare_inputs` has it.
+        token_scale: as `prepare_inputs` has it.
+        arch: as `prepare_inputs` has it.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+        CompileError: NVRTC refused the kernel.
+    """
+    tensors = {
+        "x": x,
+        "router_logits": router_logits,
+        "correction_bias": correction_bias,
+        "token_mask": token_mask,
+        "expert_map": expert_map,
+        "expert_load": expert_load,
+        "token_scale": token_scale,
+    }
+    required = ("x", "router_logits")
+    for name, tensor in tensors.items():
+        if tensor is not None or name in required:
+            words = "a tensor" if name in required else "a tensor or None"
+            require_type(name, tensor, torch.Tensor, words)
+    require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")
+    require_type("router", router, Router, "a Router")
+    if arch is not None:
+        require_type("arch", arch, str, "a str or None")
+    if torch.is_grad_enabled() and (x.requires_grad or router_logits.requires_grad):
+        refuse_gradients(x=x, router_logits=router_logits)
+    sym_buffer.raise_if_closed()
+    if expert_load is not None:
+        num_experts = (sym_buffer.shape.num_experts,)
+        check_tensor("expert_load", expert_load, torch.int32, num_experts, sym_buffer.device)
+    most = sym_buffer.shape.num_experts
+    if expert_map is None and router_logits.shape[-1:] > (most,):
+        raise ValueError(
+            f"router_logits must be of at most num_experts ({most}) experts, or come with an "
+            f"expert_map; got {router_logits.shape[-1]}"
+        )
+    is_direct = is_seen_by_nobody(tuple(t for t in tensors.values() if t is not None))
+    in_emulator = is_direct and sym_buffer.gpu is None
+    with used([sym_buffer]) if in_emulator else _NOTHING:
+        (_route_and_prepare_inputs if is_direct else _route_and_prepare_inputs_op)(
+            x,
+            router_logits,
+            sym_buffer.x,
+            sym_buffer.x_sf,
+            sym_buffer.topk_idx,
+            sym_buffer.topk_weights,
+            router.scoring,
+            router.renormalize,
+            router.num_groups,
+            router.num_chosen_groups,
+            float(router.scale),
+            correction_bias,
+            arch,
+            token_mask,
+            expert_map,
+            expert_load,
+            token_scale,
+        )
+
+
 def prepare_rows(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -225,7 +321,7 @@ def _prepare_inputs(
             arch,
             has_token_scale=token_scale is not None,
         )
-        plan = _plans.put(key, _make_plan(config, x, topk_idx, input_x.device))
+        plan = _plans.put(key, _make_plan(config, x, topk_idx.numel(), input_x.device))
     # The kernel reads and writes in no particular order.
     buffer_address = input_x.untyped_storage().data_ptr()
     tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
@@ -237,17 +333,7 @@ def _prepare_inputs(
     }
     if any(tensor is not None for tensor in optional.values()):
         tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() == buffer_address:
-            raise ValueError(f"{name} must not lie in the buffer that is written; got a view of it")
-        # As check_memory, for a contiguous tensor.
-        if storage.nbytes() < tensor.nbytes + tensor.storage_offset() * tensor.element_size():
-            check_memory(name, tensor)
-    if expert_load is not None:
-        refuse_shared_memory(
-            {"expert_load": expert_load}, {n: t for n, t in tensors.items() if t is not expert_load}
-        )
+    _check_places(tensors, buffer_address, expert_load)
     if plan.num_chunks == 0:
         return
     args = PrepareInputsArgs(
@@ -272,21 +358,45 @@ def _prepare_inputs(
         assert plan.launcher is not None
         plan.launcher.launch(args, plan.num_ctas, plan.gpu.current_stream())
         return
-    # Only these rows: the emulator refuses to write to any other.
-    written = {
-        "sym_buffer.x": input_x,
-        "sym_buffer.x_sf": input_x_sf,
-        "sym_buffer.topk_idx": input_topk_idx,
-        "sym_buffer.topk_weights": input_topk_weights,
-    }
+    rows = input_x, input_x_sf, input_topk_idx, input_topk_weights
+    _emulate(plan, args, tensors, rows, x.shape[0], expert_load)
+
+
+def _check_places(
+    tensors: dict[str, torch.Tensor], buffer_address: int, expert_load: torch.Tensor | None
+) -> None:
+    """Raise if one lies in the buffer, or reaches beyond its memory, or shares what is written."""
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() == buffer_address:
+            raise ValueError(f"{name} must not lie in the buffer that is written; got a view of it")
+        # As check_memory, for a contiguous tensor.
+        if storage.nbytes() < tensor.nbytes + tensor.storage_offset() * tensor.element_size():
+            check_memory(name, tensor)
+    if expert_load is not None:
+        refuse_shared_memory(
+            {"expert_load": expert_load}, {n: t for n, t in tensors.items() if t is not expert_load}
+        )
+
+
+def _emulate(
+    plan: PreparationPlan,
+    args: CppStruct,
+    tensors: dict[str, torch.Tensor],
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    num_tokens: int,
+    expert_load: torch.Tensor | None,
+) -> None:
+    """rows: of the buffer. The emulator refuses to write to any but the first `num_tokens`."""
+    names = ("sym_buffer.x", "sym_buffer.x_sf", "sym_buffer.topk_idx", "sym_buffer.topk_weights")
     memory = [
         MemoryRegion.of_tensor(name, tensor, is_writable=tensor is expert_load)
         for name, tensor in tensors.items()
     ]
     memory += [
-        MemoryRegion.of_tensor(name, written[name][: x.shape[0]], is_writable=True)
-        for name in written
-        if written[name].numel()
+        MemoryRegion.of_tensor(name, view[:num_tokens], is_writable=True)
+        for name, view in zip(names, rows, strict=True)
+        if view.numel()
     ]
     config = plan.config
     kernel = built_kernel(config, for_emulator=True)
@@ -302,6 +412,152 @@ def _prepare_inputs_fake(*_: object) -> None:
     """The operator only writes to tensors that it is given."""
 
 
+torch.library.define(
+    "deep_moe::route_and_prepare_inputs",
+    "(Tensor x, Tensor router_logits, Tensor(a!) input_x, Tensor(b!) input_x_sf, "
+    "Tensor(c!) input_topk_idx, Tensor(d!) input_topk_weights, str scoring, bool renormalize, "
+    "int num_groups, int num_chosen_groups, float scale, Tensor? correction_bias=None, "
+    "str? arch=None, Tensor? token_mask=None, Tensor? expert_map=None, "
+    "Tensor(e!)? expert_load=None, Tensor? token_scale=None) -> ()",
+)
+_route_and_prepare_inputs_op = torch.ops.deep_moe.route_and_prepare_inputs.default
+
+
+def _route_and_prepare_inputs(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    input_x: torch.Tensor,
+    input_x_sf: torch.Tensor,
+    input_topk_idx: torch.Tensor,
+    input_topk_weights: torch.Tensor,
+    scoring: str,
+    renormalize: bool,
+    num_groups: int,
+    num_chosen_groups: int,
+    scale: float,
+    correction_bias: torch.Tensor | None = None,
+    arch: str | None = None,
+    token_mask: torch.Tensor | None = None,
+    expert_map: torch.Tensor | None = None,
+    expert_load: torch.Tensor | None = None,
+    token_scale: torch.Tensor | None = None,
+) -> None:
+    optional = {
+        "correction_bias": correction_bias,
+        "token_mask": token_mask,
+        "expert_map": expert_map,
+        "expert_load": expert_load,
+        "token_scale": token_scale,
+    }
+    tensors = {"x": x, "router_logits": router_logits}
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in tensors.items():
+        check_dense(name, tensor)
+    rule = (scoring, renormalize, num_groups, num_chosen_groups)
+    rows = input_x, input_x_sf, input_topk_idx, input_topk_weights
+    key = (
+        "routed",
+        x.data_ptr() % _X_ALIGNMENT,
+        router_logits.data_ptr() % _X_ALIGNMENT,
+        rule,
+        arch,
+        *map(form, rows[:3]),
+        *((name, form(tensor)) for name, tensor in tensors.items()),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        router = Router(*rule)  # type: ignore[arg-type]
+        check_tokens(x, input_x)
+        check_logits(router_logits, correction_bias, router, x.shape[0], input_topk_idx)
+        check_routing(token_mask, expert_map, expert_load, x.shape[0], input_x.device)
+        check_token_scale(token_scale, input_x)
+        config = _config(
+            torch.int64,
+            torch.float32,
+            token_mask,
+            expert_map,
+            expert_load,
+            (input_x, input_x_sf),
+            arch,
+            has_token_scale=token_scale is not None,
+            router_fields=_router_fields(router, router_logits, correction_bias),
+        )
+        num_slots = x.shape[0] * input_topk_idx.shape[1]
+        plan = _plans.put(key, _make_plan(config, x, num_slots, input_x.device))
+    _check_places(tensors, input_x.untyped_storage().data_ptr(), expert_load)
+    if plan.num_chunks == 0:
+        return
+    args = PrepareInputsArgs(
+        x=x.data_ptr(),
+        input_x=input_x.data_ptr(),
+        input_x_sf=input_x_sf.data_ptr(),
+        input_topk_idx=input_topk_idx.data_ptr(),
+        input_topk_weights=input_topk_weights.data_ptr(),
+        **{name: tensor.data_ptr() for name, tensor in tensors.items() if name != "x"},
+        num_chunks=plan.num_chunks,
+        num_slots=plan.num_slots,
+        num_topk=input_topk_idx.shape[1],
+        num_mapped_experts=0 if expert_map is None else expert_map.shape[0],
+        num_experts=0 if expert_load is None else expert_load.shape[0],
+        router_scale=scale,
+        num_chunk_ctas=plan.num_ctas - plan.config.num_router_ctas(x.shape[0]),
+    )
+    if plan.gpu is not None:
+        assert plan.launcher is not None
+        plan.launcher.launch(args, plan.num_ctas, plan.gpu.current_stream())
+        return
+    _emulate(plan, args, tensors, rows, x.shape[0], expert_load)
+
+
+torch.library.impl(
+    "deep_moe::route_and_prepare_inputs", "CompositeExplicitAutograd", _route_and_prepare_inputs
+)
+
+
+@torch.library.register_fake("deep_moe::route_and_prepare_inputs")
+def _route_and_prepare_inputs_fake(*_: object) -> None:
+    """The operator only writes to tensors that it is given."""
+
+
+def _router_fields(
+    router: Router, router_logits: torch.Tensor, correction_bias: torch.Tensor | None
+) -> dict[str, Any]:
+    """The config's fields for a rule."""
+    return {
+        "num_router_experts": router_logits.shape[1],
+        "has_bf16_logits": router_logits.dtype == torch.bfloat16,
+        "router_scoring": SCORINGS.index(router.scoring),
+        "has_correction_bias": correction_bias is not None,
+        "num_expert_groups": router.num_groups,
+        "num_chosen_groups": router.num_chosen_groups,
+        "renormalizes": router.renormalize,
+    }
+
+
+def check_logits(
+    router_logits: torch.Tensor,
+    correction_bias: torch.Tensor | None,
+    router: Router,
+    num_tokens: int,
+    input_topk_idx: torch.Tensor,
+) -> None:
+    """Raise if the form of the first two is not allowed, or the rule is none for it."""
+    device = input_topk_idx.device
+    if router_logits.ndim != 2:
+        raise ValueError(
+            "router_logits must be 2-dimensional [tokens, experts]; got shape "
+            f"{tuple(router_logits.shape)}"
+        )
+    num_experts = router_logits.shape[1]
+    check_tensor("router_logits", router_logits, _LOGIT_DTYPES, (num_tokens, num_experts), device)
+    check_contiguous("router_logits", router_logits)
+    check_start("router_logits", router_logits, _X_ALIGNMENT)
+    router.check_sizes(num_experts, input_topk_idx.shape[1])
+    if correction_bias is not None:
+        check_tensor("correction_bias", correction_bias, torch.float32, (num_experts,), device)
+        check_contiguous("correction_bias", correction_bias)
+
+
 def check_inputs(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -310,23 +566,28 @@ def check_inputs(
     input_topk_idx: torch.Tensor,
 ) -> None:
     """Raise if the form of the first three does not fit a buffer with the other two."""
+    check_tokens(x, input_x)
+    device = input_x.device
+    slots = (x.shape[0], input_topk_idx.shape[1])
+    check_tensor("topk_idx", topk_idx, TOPK_IDX_DTYPES, slots, device)
+    check_tensor("topk_weights", topk_weights, TOPK_WEIGHT_DTYPES, slots, device)
+    check_contiguous("topk_idx", topk_idx)
+    check_contiguous("topk_weights", topk_weights)
+
+
+def check_tokens(x: torch.Tensor, input_x: torch.Tensor) -> None:
+    """Raise if the form of x does not fit a buffer's tokens."""
     if x.ndim != 2:
         raise ValueError(f"x must be 2-dimensional [tokens, hidden]; got shape {tuple(x.shape)}")
     num_tokens = x.shape[0]
     max_tokens, num_elements = input_x.shape
     hidden = num_elements * _values_per_element(input_x)
-    device = input_x.device
-    check_tensor("x", x, torch.bfloat16, (num_tokens, hidden), device)
+    check_tensor("x", x, torch.bfloat16, (num_tokens, hidden), input_x.device)
     if num_tokens > max_tokens:
         raise ValueError(
             f"x must have at most num_max_tokens_per_rank ({max_tokens}) tokens; got {num_tokens}"
         )
-    slots = (num_tokens, input_topk_idx.shape[1])
-    check_tensor("topk_idx", topk_idx, TOPK_IDX_DTYPES, slots, device)
-    check_tensor("topk_weights", topk_weights, TOPK_WEIGHT_DTYPES, slots, device)
     check_contiguous("x", x)
-    check_contiguous("topk_idx", topk_idx)
-    check_contiguous("topk_weights", topk_weights)
     check_start("x", x, _X_ALIGNMENT)
 
 
@@ -419,8 +680,9 @@ def _config(
     arch: str | None,
     *,
     has_token_scale: bool = False,
+    router_fields: dict[str, Any] | None = None,
 ) -> PrepareInputsConfig:
-    """rows: a buffer's tokens and their scales."""
+    """rows: a buffer's tokens and their scales. router_fields: where experts are chosen, too."""
     input_x, input_x_sf = rows
     device = input_x.device
     gpu = gpu_of(device)
@@ -437,6 +699,7 @@ def _config(
         has_token_scale=has_token_scale,
         arch=own if arch is None else arch,
         **row_fields(input_x, input_x_sf),
+        **(router_fields or {}),
     )
     if config.arch != own and gpu is not None:
         raise ValueError(f"arch must be {own}, that of {device}, or None; got {arch!r}")
@@ -448,15 +711,15 @@ def _config(
 
 
 def _make_plan(
-    config: PrepareInputsConfig, x: torch.Tensor, topk_idx: torch.Tensor, device: torch.device
+    config: PrepareInputsConfig, x: torch.Tensor, num_slots: int, device: torch.device
 ) -> PreparationPlan:
     gpu = gpu_of(device)
     num_chunks = config.num_chunks(x.numel())
     return PreparationPlan(
         config=config,
         num_chunks=num_chunks,
-        num_slots=topk_idx.numel(),
-        num_ctas=config.num_ctas(num_chunks),
+        num_slots=num_slots,
+        num_ctas=config.num_ctas(num_chunks) + config.num_router_ctas(x.shape[0]),
         gpu=gpu,
         launcher=None if gpu is None else cuda_launcher(config, gpu),
     )

@@ -10,11 +10,15 @@
 //
 // Meanwhile the router's experts may become places of experts (expert_map), padded tokens may lose
 // theirs (token_mask), and the slots of each place may be counted (expert_load).
+//
+// Where Config::num_router_experts says that there are logits in place of a router's output, CTAs
+// behind those that have chunks choose the experts (dispatch/token_router.cuh).
 #pragma once
 
 #include <cuda/std/cstdint>
 
 #include "deep_moe/dispatch/routing.cuh"
+#include "deep_moe/dispatch/token_router.cuh"
 #include "deep_moe/formats/bf16_chunk.cuh"
 #include "deep_moe/formats/float_scale.cuh"
 #include "deep_moe/formats/nvfp4.cuh"
@@ -46,7 +50,11 @@ struct PrepareInputsArgs {
     uint32_t num_slots;
     uint32_t num_topk;
     uint32_t num_mapped_experts;
-    uint32_t num_experts;  // of expert_load
+    uint32_t num_experts;          // of expert_load
+    const void* router_logits;     // bf16 or f32 [num_tokens][num_router_experts], or null
+    const float* correction_bias;  // [num_router_experts], if Config::has_correction_bias
+    float router_scale;            // of the weights
+    uint32_t num_chunk_ctas;       // CTAs before those that choose experts
 };
 
 // The id of an expert that expert_map does not know: no call takes it for an expert's place.
@@ -267,11 +275,10 @@ __device__ __forceinline__ int64_t place_of_expert(const PrepareInputsArgs& args
     return load_place<Config>(args, first + token_idx % num_copies);
 }
 
-// The expert of a slot as the call takes it.
+// The expert of a slot as the call takes it. expert: as the router names it.
 template <class Config>
-__device__ __forceinline__ int64_t expert_of_slot(const PrepareInputsArgs& args,
-                                                  uint32_t slot_idx) {
-    int64_t expert = load_topk_idx<Config>(args.topk_idx, slot_idx);
+__device__ __forceinline__ int64_t expert_of_slot(const PrepareInputsArgs& args, uint32_t slot_idx,
+                                                  int64_t expert) {
     if constexpr (Config::has_token_mask || Config::num_expert_copies != 0) {
         const uint32_t token_idx = slot_idx / args.num_topk;
         if constexpr (Config::num_expert_copies != 0) {
@@ -294,20 +301,53 @@ template <class Config>
 __device__ __forceinline__ void convert_routing(const PrepareInputsArgs& args, uint32_t first,
                                                 uint32_t stride) {
     for (uint32_t slot_idx = first; slot_idx < args.num_slots; slot_idx += stride) {
-        const int64_t topk_idx = expert_of_slot<Config>(args, slot_idx);
+        const int64_t topk_idx =
+            expert_of_slot<Config>(args, slot_idx, load_topk_idx<Config>(args.topk_idx, slot_idx));
         const float topk_weight = load_topk_weight<Config>(args, slot_idx);
         static_cast<int64_t*>(args.input_topk_idx)[slot_idx] = topk_idx;
         static_cast<float*>(args.input_topk_weights)[slot_idx] = topk_weight;
     }
 }
 
-// Grid: enough warps for all chunks, or a CTA for each token.
+// Experts of tokens, a token per warp and round.
+template <class Config>
+__device__ __forceinline__ void route_tokens(const PrepareInputsArgs& args, uint32_t first,
+                                             uint32_t stride) {
+    constexpr uint32_t logit_bytes = Config::has_bf16_logits ? 2 : 4;
+    const uint32_t num_tokens = args.num_slots / args.num_topk;
+    for (uint32_t token_idx = first; token_idx < num_tokens; token_idx += stride) {
+        const auto* logits = static_cast<const uint8_t*>(args.router_logits) +
+                             uint64_t{token_idx} * (Config::num_router_experts * logit_bytes);
+        TokenRouter<Config> router(logits, args.correction_bias);
+        int64_t expert;
+        float weight;
+        router.choose(args.num_topk, args.router_scale, expert, weight);
+        if (ptx::lane_idx() >= args.num_topk) continue;
+        const uint32_t slot_idx = token_idx * args.num_topk + ptx::lane_idx();
+        static_cast<int64_t*>(args.input_topk_idx)[slot_idx] =
+            expert_of_slot<Config>(args, slot_idx, expert);
+        static_cast<float*>(args.input_topk_weights)[slot_idx] = weight;
+    }
+}
+
+// Grid: enough warps for all chunks, or a CTA for each token; behind them, those that choose.
 template <class Config>
 __device__ __forceinline__ void prepare_inputs(const PrepareInputsArgs& args) {
     static_assert(Config::num_threads % warp_size == 0, "num_threads must be whole warps");
     const uint32_t thread_in_grid = blockIdx.x * Config::num_threads + threadIdx.x;
+    if constexpr (Config::num_router_experts != 0) {
+        constexpr uint32_t num_warps = Config::num_threads / warp_size;
+        if (blockIdx.x >= args.num_chunk_ctas) {
+            const uint32_t cta_idx = blockIdx.x - args.num_chunk_ctas;
+            route_tokens<Config>(args, cta_idx * num_warps + ptx::warp_idx(),
+                                 (gridDim.x - args.num_chunk_ctas) * num_warps);
+            return;
+        }
+    }
     const auto convert = [&](const auto& chunks) {
-        convert_routing<Config>(args, thread_in_grid, gridDim.x * Config::num_threads);
+        if constexpr (Config::num_router_experts == 0) {
+            convert_routing<Config>(args, thread_in_grid, gridDim.x * Config::num_threads);
+        }
         chunks.store();
     };
     if constexpr (Config::num_token_chunks != 0) {

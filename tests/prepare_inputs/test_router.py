@@ -1,0 +1,340 @@
+"""Experts that are chosen from a router's logits, beside the rule in float64."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import deep_moe
+from deep_moe import Router
+from deep_moe.fused.buffer import SymmBuffer
+from deep_moe.trial.synthetic import exact_layer
+
+from .conftest import FILL, VIEWS, Target, bits
+
+CPU = Target("cpu", None)
+NUM_TOKENS, NUM_TOPK = 11, 4
+RULES = {
+    "softmax": Router(),
+    "softmax, weights as they are": Router(renormalize=False, scale=0.75),
+    "softmax, groups": Router(num_groups=4, num_chosen_groups=2),
+    "sigmoid": Router("sigmoid", renormalize=False),
+    "sigmoid, groups": Router("sigmoid", num_groups=8, num_chosen_groups=3, scale=2.5),
+    "sqrt_softplus": Router("sqrt_softplus", scale=1.5),
+}
+
+
+def logits_of(num_experts: int, dtype: torch.dtype, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
+    """Of a token no two of the 256 largest are equal, and BF16 holds them: multiples of 1/64."""
+    generator = torch.Generator().manual_seed(num_experts)
+    order = torch.stack(
+        [torch.randperm(num_experts, generator=generator) for _ in range(num_tokens)]
+    )
+    return ((order - 128) / 64).where(order < 256, -8.0).to(dtype)
+
+
+def bias_of(num_experts: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_experts + 1)
+    return torch.randn(num_experts, generator=generator) / 4
+
+
+def expected(
+    router: Router, logits: torch.Tensor, bias: torch.Tensor | None, num_topk: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts, and weights in float64."""
+    x = logits.double()
+    if router.scoring == "softmax":
+        scores = x.softmax(-1)
+    elif router.scoring == "sigmoid":
+        scores = x.sigmoid()
+    else:
+        scores = x.exp().log1p().sqrt()
+    choice = scores if bias is None else scores + bias.double()
+    if router.num_groups > 1:
+        groups = choice.unflatten(1, (router.num_groups, -1))
+        of_group = groups.amax(-1) if bias is None else groups.topk(2, -1)[0].sum(-1)
+        kept = of_group.topk(router.num_chosen_groups, -1)[1]
+        is_kept = torch.zeros_like(of_group, dtype=torch.bool).scatter_(1, kept, True)
+        choice = groups.where(is_kept[..., None], -torch.inf).flatten(1)
+    values, experts = choice.sort(dim=-1, descending=True, stable=True)
+    # Otherwise rounding could order them.
+    gaps = values[:, :num_topk] - values[:, 1 : num_topk + 1]
+    assert bool((gaps > 1e-6).all())
+    experts = experts[:, :num_topk]
+    weights = scores.gather(1, experts)
+    if router.renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return experts, weights * router.scale
+
+
+def routed(
+    target: Target,
+    router: Router,
+    logits: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    num_topk: int = NUM_TOPK,
+    **options: Any,
+) -> tuple[SymmBuffer, torch.Tensor, torch.Tensor]:
+    """The buffer, and the experts and weights in it."""
+    buffer = target.buffer(num_topk=num_topk)
+    num_tokens = len(logits)
+    x = torch.randn(num_tokens, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    if bias is not None:
+        options["correction_bias"] = bias.to(target.device)
+    deep_moe.route_and_prepare_inputs(
+        x.to(target.device), logits.to(target.device), buffer, router, arch=target.arch, **options
+    )
+    beside = target.buffer(num_topk=num_topk)
+    ids = torch.zeros(num_tokens, num_topk, dtype=torch.int64, device=target.device)
+    deep_moe.prepare_inputs(x.to(target.device), ids, ids.float(), beside, arch=target.arch)
+    for name in VIEWS[:2]:  # tokens are what they are without a router
+        assert torch.equal(bits(getattr(buffer, name)), bits(getattr(beside, name))), name
+    for name in VIEWS[2:]:
+        assert bool((bits(getattr(buffer, name)[num_tokens:]) == FILL).all()), name
+    kept = buffer.topk_idx[:num_tokens].cpu(), buffer.topk_weights[:num_tokens].cpu()
+    return buffer, *kept
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", RULES)
+def test_experts_and_weights(target: Target, rule: str, dtype: torch.dtype, has_bias: bool) -> None:
+    logits, bias = logits_of(64, dtype), bias_of(64) if has_bias else None
+    _, experts, weights = routed(target, RULES[rule], logits, bias)
+    expected_experts, expected_weights = expected(RULES[rule], logits, bias, NUM_TOPK)
+    assert torch.equal(experts, expected_experts)
+    torch.testing.assert_close(weights.double(), expected_weights, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_topk", "dtype"),
+    [
+        (1, 1, torch.float32),
+        (5, 2, torch.bfloat16),
+        (60, 4, torch.bfloat16),
+        (128, 8, torch.bfloat16),
+        (288, 8, torch.float32),
+        (512, 22, torch.bfloat16),
+        (896, 16, torch.float32),
+        (1024, 32, torch.float32),
+    ],
+)
+def test_numbers_of_experts(num_experts: int, num_topk: int, dtype: torch.dtype) -> None:
+    """Whatever their logits take up; places say which experts they are."""
+    # Far from 0, sigmoids in float32 are closer to each other than their rounding.
+    logits = logits_of(num_experts, dtype, 3) / 8
+    router = Router("sigmoid", scale=0.5)
+    experts, expected_weights = expected(router, logits, None, num_topk)
+    places_of = torch.arange(num_experts) + 1000
+    _, places, weights = routed(CPU, router, logits, num_topk=num_topk, expert_map=places_of)
+    assert torch.equal(places - 1000, experts)
+    torch.testing.assert_close(weights.double(), expected_weights, rtol=2e-6, atol=0)
+
+
+def test_of_equal_choices_the_lower_expert_comes_first(target: Target) -> None:
+    logits = torch.zeros(3, 64)
+    logits[1, 40:44] = 1.0
+    logits[2, [63, 5]] = 2.0
+    _, experts, weights = routed(target, Router(), logits)
+    assert experts.tolist() == [[0, 1, 2, 3], [40, 41, 42, 43], [5, 63, 0, 1]]
+    assert torch.equal(weights[:2], torch.full((2, 4), 0.25))
+    _, experts, _ = routed(target, Router("sigmoid", num_groups=4, num_chosen_groups=1), logits)
+    assert experts.tolist() == [[0, 1, 2, 3], [40, 41, 42, 43], [5, 0, 1, 2]]
+
+
+def test_logits_that_are_no_numbers_or_infinite(target: Target) -> None:
+    logits = torch.full((3, 64), -torch.inf)
+    logits[0, [9, 3]] = 0.0  # others are chosen, too, with weights of 0
+    logits[1] = torch.nan
+    logits[1, 50:] = 1.0
+    logits[2, 1:] = torch.nan  # softmax of them has no number
+    _, experts, weights = routed(target, Router("sigmoid", renormalize=False), logits)
+    assert experts.tolist() == [[3, 9, 0, 1], [50, 51, 52, 53], [0, 1, 2, 3]]
+    assert weights[0].tolist() == [0.5, 0.5, 0, 0]
+    assert not weights[1].isnan().any()
+    assert weights[2, 1:].isnan().all()
+    _, experts, weights = routed(target, Router(), logits[2:])
+    assert experts.tolist() == [[0, 1, 2, 3]]
+    assert weights.isnan().all()
+
+
+def test_a_tokens_experts_do_not_depend_on_other_tokens(target: Target) -> None:
+    logits, router = torch.randn(NUM_TOKENS, 64), Router("sqrt_softplus")
+    _, experts, weights = routed(target, router, logits)
+    for token in (0, 7):
+        _, one, its_weights = routed(target, router, logits[token : token + 1].clone())
+        assert torch.equal(one[0], experts[token])
+        assert torch.equal(bits(its_weights[0]), bits(weights[token]))
+
+
+def test_padded_tokens_places_and_counters(target: Target) -> None:
+    logits = logits_of(64, torch.float32)
+    mask = torch.arange(NUM_TOKENS) != 5
+    order = torch.randperm(64)
+    load = torch.zeros(64, dtype=torch.int32, device=target.device)
+    _, places, _ = routed(
+        target,
+        Router(),
+        logits,
+        token_mask=mask.to(target.device),
+        expert_map=order.to(target.device),
+        expert_load=load,
+    )
+    experts, _ = expected(Router(), logits, None, NUM_TOPK)
+    assert torch.equal(places, order[experts].where(mask[:, None], -1))
+    counted = torch.bincount(places[mask].flatten(), minlength=64)
+    assert torch.equal(load.cpu().long(), counted)
+
+
+@pytest.mark.parametrize("token_format", ["bf16", "fp8_token"])
+def test_other_tokens(token_format: Any) -> None:
+    """A CTA has a token whose values have one scale."""
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        None,
+        64,
+        16,
+        NUM_TOPK,
+        256,
+        128,
+        weights="mxfp4" if token_format == "bf16" else "fp8",
+        token_format=token_format,
+    )
+    logits, x = logits_of(64, torch.bfloat16), torch.randn(NUM_TOKENS, 256).bfloat16()
+    deep_moe.route_and_prepare_inputs(x, logits, buffer, Router(), arch="sm_90a")
+    experts, _ = expected(Router(), logits, None, NUM_TOPK)
+    assert torch.equal(buffer.topk_idx[:NUM_TOKENS], experts)
+    if token_format == "bf16":
+        assert torch.equal(buffer.x[:NUM_TOKENS], x)
+    values, scales = (bits(view[:NUM_TOKENS]).clone() for view in (buffer.x, buffer.x_sf))
+    slots = torch.zeros(NUM_TOKENS, NUM_TOPK)
+    deep_moe.prepare_inputs(x, slots.long(), slots, buffer, arch="sm_90a")
+    assert torch.equal(bits(buffer.x[:NUM_TOKENS]), values)
+    assert torch.equal(bits(buffer.x_sf[:NUM_TOKENS]), scales)
+
+
+def test_no_tokens() -> None:
+    buffer, experts, _ = routed(CPU, Router(), torch.empty(0, 64))
+    assert experts.shape == (0, NUM_TOPK)
+    assert bool((bits(buffer.topk_idx) == FILL).all())
+
+
+class Model(torch.nn.Module):
+    """A gate and its experts."""
+
+    def __init__(self, buffer: SymmBuffer) -> None:
+        super().__init__()
+        self.buffer = buffer
+        layer = exact_layer(buffer.shape)
+        self.weights = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2)
+
+    def forward(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        deep_moe.route_and_prepare_inputs(x, logits + 0, self.buffer, Router("sigmoid"))
+        y = torch.empty_like(x)
+        deep_moe.fp8_fp4_mega_moe(y, *self.weights, self.buffer)
+        return y * 1
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_call_reads_what_was_routed(is_compiled: bool) -> None:
+    model = Model(CPU.buffer())
+    x, logits = torch.randn(4, 256).bfloat16(), logits_of(64, torch.float32, 4)
+    run = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
+    with torch.no_grad():
+        y = run(x, logits)
+    buffer = CPU.buffer()
+    experts, weights = (
+        view[:4].clone() for view in (model.buffer.topk_idx, model.buffer.topk_weights)
+    )
+    deep_moe.prepare_inputs(x, experts, weights, buffer)
+    beside = torch.empty_like(x)
+    deep_moe.mega_moe(beside, model.weights, buffer)
+    assert torch.equal(y, beside)
+    assert bool(y.any())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"scoring": "tanh"}, "scoring must be one of softmax, sigmoid, sqrt_softplus; got 'tanh'"),
+        ({"renormalize": 1}, "renormalize must be a bool; got 1"),
+        ({"num_groups": 33}, "num_groups must be 1 to 32; got 33"),
+        ({"num_groups": 4, "num_chosen_groups": 5}, "num_chosen_groups must be 1 to num_groups"),
+        ({"num_groups": 2.0}, "num_groups must be an int, 1 to 32; got 2.0"),
+        ({"scale": "2"}, "scale must be a finite number; got '2'"),
+        ({"scale": float("inf")}, "scale must be a finite number; got inf"),
+    ],
+)
+def test_rules_that_are_none(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        Router(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"router_logits": None}, "router_logits must be a tensor; got None"),
+        ({"router": "softmax"}, "router must be a Router; got str"),
+        (
+            {"router_logits": torch.zeros(3, 65)},
+            "router_logits must be of at most num_experts (64)",
+        ),
+        ({"router_logits": torch.zeros(2, 64)}, "router_logits must have shape (3, 64)"),
+        ({"router_logits": torch.zeros(3 * 64)}, "router_logits must be of at most num_experts"),
+        ({"router_logits": torch.zeros(64)}, "router_logits must be 2-dimensional"),
+        ({"router_logits": torch.zeros(3, 64).half()}, "router_logits must be"),
+        ({"router_logits": torch.zeros(64, 3).T}, "router_logits must be contiguous"),
+        ({"router_logits": torch.zeros(3 * 64 + 1)[1:].view(3, 64)}, "router_logits must start"),
+        ({"correction_bias": torch.zeros(63)}, "correction_bias must have shape (64,)"),
+        ({"correction_bias": torch.zeros(64).bfloat16()}, "correction_bias must be"),
+        ({"router": Router(num_groups=5)}, "router.num_groups must divide the 64 experts"),
+        (
+            {"router": Router(num_groups=32)},
+            f"router must leave at least {NUM_TOPK} experts to choose from; got 2",
+        ),
+        ({"x": torch.zeros(3, 128).bfloat16()}, "x must have shape (3, 256)"),
+    ],
+)
+def test_arguments_that_are_refused(changed: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {
+        "x": torch.zeros(3, 256).bfloat16(),
+        "router_logits": torch.zeros(3, 64),
+        "sym_buffer": CPU.buffer(num_topk=NUM_TOPK),
+        "router": Router(),
+    }
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        deep_moe.route_and_prepare_inputs(**given | changed)
+
+
+def test_gradients_are_refused() -> None:
+    logits = torch.zeros(3, 64, requires_grad=True)
+    with pytest.raises(ValueError, match="router_logits must not require a gradient"):
+        deep_moe.route_and_prepare_inputs(
+            torch.zeros(3, 256).bfloat16(), logits, CPU.buffer(num_topk=NUM_TOPK), Router()
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_experts", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_experts_and_weights_are_vllms_bit_for_bit(
+    scoring: Any, dtype: torch.dtype, num_experts: int
+) -> None:
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
+
+    x = torch.randn(512, 256, device="cuda").bfloat16()
+    logits = torch.randn(512, num_experts, device="cuda").to(dtype)
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        None, num_experts, 512, 8, 256, 128, device="cuda"
+    )
+    for renormalize in (False, True):
+        deep_moe.route_and_prepare_inputs(
+            x, logits, buffer, Router(scoring, renormalize=renormalize)
+        )
+        weights, ids, _ = fused_topk(x, logits, 8, renormalize, scoring_func=scoring)
+        assert torch.equal(buffer.topk_idx.int(), ids)
+        assert torch.equal(bits(buffer.topk_weights), bits(weights))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deep_moe.activations import GeluTanh, Situ, Swiglu, SwigluOai, SwigluStep
+from deep_moe.activations import GeluTanh, Relu2, Situ, Swiglu, SwigluOai, SwigluStep
 
 from .fuzzing import SMALL_POOL, Case, FuzzCase
 from .grouped_fuzzing import GroupedCase
@@ -136,6 +136,7 @@ def _cases() -> Iterator[Case]:
         "sm_90a", "fp8 x fp8_128", slots="named twice", values="NaN", chunks="of several sizes"
     )
     yield fused("sm_90a", "fp8 x fp8_token", **_PREPARED, y="added to")
+    yield fused("sm_90a", "fp8 x fp8_token", **_PREPARED, **_WIDE, activation=Relu2())
     yield fused("sm_90a", "bf16 x bf16", tile=3, slots="all to one expert", **_WIDE)
     yield fused("sm_90a", "mxfp4 x bf16", **_RING, tile=2, turns="of one m-block", y="added to")
     yield fused("sm_90a", "nvfp4 x bf16", **_EMPTY, **_BIASED, tile=3)

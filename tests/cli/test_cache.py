@@ -58,6 +58,16 @@ def test_list_says_what_a_kernel_is_for(folder: Path, monkeypatch: pytest.Monkey
     assert entry["created"] == MANIFEST["created"]
 
 
+def test_list_says_which_kernels_are_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (folder / FIRST / "kernel.ptx").write_bytes(b"other")
+    printed = run_cache("list", folder).stdout
+    (line,) = (line for line in printed.splitlines() if FIRST[:16] in line)
+    assert "kernel.ptx" in line
+    (line,) = (line for line in printed.splitlines() if SECOND[:16] in line)
+    assert "kernel.ptx" not in line
+
+
 def test_prune_removes_what_no_call_takes(tmp_path: Path):
     """Of other headers, options or another compiler, of other versions, and damaged."""
     cache = KernelCache(tmp_path)

@@ -143,7 +143,9 @@ def test_reset_clears_the_control_part_and_keeps_inputs() -> None:
     control_bytes = buffer.layout.mark("control_bytes")
     buffer.memory.tensor[:control_bytes] = 1
     buffer.topk_idx.fill_(3)
+    buffer.num_calls = 3  # of which other ranks may have had fewer
     buffer.reset()
+    assert buffer.num_calls == 0
     assert not buffer.memory.tensor[:control_bytes].any()
     assert bool((buffer.topk_idx == 3).all())
 

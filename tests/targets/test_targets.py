@@ -104,6 +104,7 @@ def test_nothing_else_names_an_architecture() -> None:
         "deep_moe/targets/sm90/target.py",
         "deep_moe/targets/sm100/target.py",
         "benchmarks/chip_clock.py",  # whose probes are Hopper's
+        "benchmarks/emulator_speed.py",  # whose kernels use the instructions of each
         "benchmarks/sm100_rival.py",  # whose kernel is Blackwell's
         "deep_moe/trial/small_layers.py",  # one of each
     }

@@ -11,6 +11,7 @@ medians of the rounds are reported. Paths:
     recompute   ours with recompute=True
     mxfp8       ours with precision="mxfp8"
     fp8         ours with precision="fp8"
+    fp8-dgrad   ours with precision="fp8_dgrad"
     plain       sorted by PyTorch, grouped_mm, torch.compile around it, PyTorch's autograd
     products    the six grouped products alone, on rows that are there
     quack       quack-kernels' grouped GEMMs with gathers and activation in them (quack_layer.py),
@@ -19,8 +20,8 @@ medians of the rounds are reported. Paths:
     liger       liger-cute-kernels' layer, one kernel for each pass (liger_layer.py)
 
 The last three are timed where they are asked for, and need `pip install quack-kernels` or
-`pip install liger-cute-kernels[cu12]`. `fp8` is left out where a GPU has no products for it, unless
-it is asked for.
+`pip install liger-cute-kernels[cu12]`. `fp8` and `fp8-dgrad` are left out where a GPU has no
+products for them, unless they are asked for.
 
 Each path is timed as Python calls it (`ms`) and as CUDA graphs of the same step are replayed
 (`graph_ms`): what the two differ by is time in which the GPU waits for the host, of which small
@@ -78,7 +79,7 @@ MODELS = {
 }
 DEFAULT_MODELS = ("qwen3-235b", "deepseek-v3, 32 experts", "fine-grained")
 TOKENS = (8192, 16384, 32768)
-PATHS = ("ours", "separate", "recompute", "mxfp8", "fp8", "plain", "products")
+PATHS = ("ours", "separate", "recompute", "mxfp8", "fp8", "fp8-dgrad", "plain", "products")
 RESULTS = ("out", "x", "topk_weights", "w13", "w2")  # of a step: the output and gradients
 QUACK_PATHS = {"quack": {"tuned": False}, "quack-tuned": {"tuned": True}}
 LIBRARY_PATHS = (*QUACK_PATHS, "liger")
@@ -249,6 +250,7 @@ def paths_of(case: Case) -> dict[str, Step]:
         "recompute": case.our_step(recompute=True),
         "mxfp8": case.our_step(precision="mxfp8"),
         "fp8": case.our_step(precision="fp8"),
+        "fp8-dgrad": case.our_step(precision="fp8_dgrad"),
         "plain": case.step(torch.compile(plain_layer), case.w13, case.w2),
         "products": products_alone(case),
     }
@@ -258,7 +260,7 @@ def default_paths(capability: tuple[int, int]) -> tuple[str, ...]:
     """Those that a GPU of this compute capability has products for."""
     target = target_of_capability(capability)
     has_fp8 = target is not None and target.has_grouped_product
-    return tuple(name for name in PATHS if name != "fp8" or has_fp8)
+    return tuple(name for name in PATHS if not name.startswith("fp8") or has_fp8)
 
 
 def quack_paths(case: Case, products: Products) -> dict[str, Step]:
@@ -413,7 +415,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--paths",
         nargs="+",
         choices=[*PATHS, *LIBRARY_PATHS],
-        help="default: all but the libraries', and fp8 where the GPU has products for it",
+        help="default: all but the libraries', and fp8's where the GPU has products for them",
     )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="where to write the report")

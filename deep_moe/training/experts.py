@@ -39,7 +39,9 @@ from .rows import Rows, aligned
 from .steps import Biases, Steps
 from .ways import Ways
 
-Precision = Literal["bf16", "mxfp8", "fp8"]
+Precision = Literal["bf16", "mxfp8", "fp8", "fp8_dgrad"]
+FP8_PRECISIONS: tuple[Precision, ...] = ("fp8", "fp8_dgrad")
+"""Whose forward pass multiplies E4M3 with a float32 scale for 128 values."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Experts:
             self.activation,
             rows,
             rounds_to_mxfp8=self.precision == "mxfp8",
-            quantizes=self.precision == "fp8",
+            quantizes=self._quantizes,
         )
         product = self._forward_product(activated, self.weights.down, rows)
         bias = None if self.biases is None else self.biases.down
@@ -125,7 +127,8 @@ class Experts:
     ) -> Gradients:
         """d_out, x, topk_weights: of this rank's tokens. received: of x, or None to receive it
         again; linear1: what `forward` returned, perhaps quantized, or None to make it again.
-        Products are those of the weights as they are, whatever the forward pass rounded them to."""
+        Products are those of the weights as they are, whatever the forward pass rounded them to,
+        but for those that "fp8_dgrad" quantizes."""
         weights, steps, rows = self.weights, self.steps, ways.rows
         offs = rows.offs
         if received is None and (linear1 is None or needs_weights):
@@ -137,7 +140,7 @@ class Experts:
             linear1 = self._dequantized(linear1)
         d_rows = ways.gather(ways.receive(d_out))
         row_weights = ways.receive_weights(topk_weights)
-        d_activated = grouped_product(d_rows, weights.down.transpose(1, 2), offs)
+        d_activated = self._data_gradient(d_rows, weights.down, rows)
         d_linear1 = linear1.empty_like()
         d_gate, d_up = d_linear1.halves()
         weighted, d_row_weights = steps.activate_backward(
@@ -175,11 +178,11 @@ class Experts:
             del weighted, d_rows
         d_x = None
         if needs_x:
-            first = grouped_product(d_linear1.gate, weights.gate.transpose(1, 2), offs)
+            first = self._data_gradient(d_linear1.gate, weights.gate, rows)
             second = None
             if weights.up is not None:
                 assert d_linear1.up is not None
-                second = grouped_product(d_linear1.up, weights.up.transpose(1, 2), offs)
+                second = self._data_gradient(d_linear1.up, weights.up, rows)
             d_x = ways.scatter(first, second)
         return Gradients(d_x, ways.return_weights(d_row_weights), d_weights, d_biases)
 
@@ -197,7 +200,7 @@ class Experts:
         return Linear1(self.steps.dequantize_rows(linear1.gate, width), up)
 
     def _linear1(self, received: torch.Tensor, ways: Ways) -> Linear1:
-        if self.precision == "fp8":
+        if self._quantizes:
             # Once for a token, not for each of its rows.
             gathered = ways.gather(self.steps.quantize_rows(received))
         else:
@@ -216,14 +219,36 @@ class Experts:
         that weights are the same. inputs: as the precision has them."""
         if self.precision == "bf16":
             return grouped_product(inputs, weights, rows.offs)
-        rounded = quantized_once(weights, (self.precision, type(self.steps)), self._rounded)
-        if self.precision == "fp8":
+        kind = "fp8" if self._quantizes else self.precision
+        rounded = quantized_once(weights, (kind, type(self.steps)), self._rounded)
+        if self._quantizes:
             return self.steps.quantized_product(inputs, QuantizedWeights(*rounded), rows)
         return grouped_product(inputs, rounded[0], rows.offs)
 
+    def _data_gradient(
+        self, d_outputs: torch.Tensor, weights: torch.Tensor, rows: Rows
+    ) -> torch.Tensor:
+        """d_outputs [R, N] times the transposed weights [experts, K, N]: [R, K]. With "fp8_dgrad"
+        both are quantized; the weights' values are those of the forward pass, for a block of
+        128 x 128 is one in either direction."""
+        if self.precision != "fp8_dgrad":
+            return grouped_product(d_outputs, weights.transpose(1, 2), rows.offs)
+        quantized = quantized_once(weights, ("fp8_dgrad", type(self.steps)), self._transposed)
+        inputs = self.steps.quantize_rows(d_outputs)
+        return self.steps.quantized_product(inputs, QuantizedWeights(*quantized), rows)
+
+    def _transposed(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """As the products of data gradients take them: each K by rows."""
+        quantized = self.steps.quantize_weights(weights.transpose(1, 2))
+        return quantized.values, quantized.scales
+
+    @property
+    def _quantizes(self) -> bool:
+        return self.precision in FP8_PRECISIONS
+
     def _rounded(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As the forward pass multiplies them."""
-        if self.precision == "fp8":
+        if self._quantizes:
             quantized = self.steps.quantize_weights(weights)
             return quantized.values, quantized.scales
         return (self.steps.round_weights(weights.contiguous()),)

@@ -15,7 +15,7 @@ from deep_moe.heuristics.training import MAX_EXPERTS, MAX_TOPK, VALUES_PER_CHUNK
 from deep_moe.targets import target_of
 from deep_moe.tensor_memory import check_dense, check_memory
 
-from .experts import Precision
+from .experts import FP8_PRECISIONS, Precision
 from .operators import encode_activation, gated_activation_of, moe_op
 
 if TYPE_CHECKING:
@@ -85,7 +85,11 @@ def moe(
             there. Weights are rounded in every forward pass; a rounded copy is kept only within
             `frozen_weights`. Or "fp8": the same with a float32 scale per 128 values of tokens and
             of the activation's output, and per 128 x 128 of weights. On SM90 our products multiply
-            the E4M3 values themselves; other GPUs, and `arch` of them, are refused.
+            the E4M3 values themselves; other GPUs, and `arch` of them, are refused. Or "fp8_dgrad":
+            the same, and the backward pass multiplies E4M3 where the gradients of Linear2's and of
+            Linear1's output are multiplied with weights. These gradients have a scale per 128
+            values of a row, and the weights are those of the forward pass. Products that give the
+            gradients of weights are BF16.
         recompute: keep nothing but x and the routing for the backward pass, and compute Linear1
             again. Otherwise its output is kept, too. No other activations are.
         activation: as in `fp8_fp4_mega_moe`.
@@ -102,7 +106,7 @@ def moe(
             intermediate size is a multiple of 128; not with recompute, which keeps none of it.
         arch: on a CPU, None for the layer's steps in PyTorch, or a target's name, whose kernels
             then run in the emulator; on a GPU its own target or None. Products are PyTorch's
-            everywhere, but for those of the forward pass with "fp8".
+            everywhere, but for those that multiply E4M3.
         forward: "training"; or "serving": the forward pass is the call that serves the layer,
             `mega_moe` over `sym_buffer`, so that its output has the bits of serving. Weights are
             rounded to the nearest of the buffer's format in every forward pass; no rounded copy is
@@ -112,10 +116,10 @@ def moe(
             layer's sizes, without shared experts. Its ranks are those of `group`. Layers of a model
             may share one, and an engine in the same process may, too.
 
-    Sizes are multiples of 8, with "mxfp8" of 32, with "fp8" of 128. All tensors are contiguous and
-    on one device, with at most 1024 experts of a rank. Weights may also be what `.transpose(1, 2)`
-    makes of contiguous [experts, out, in], as checkpoints and other trainers have them; they are
-    not copied then.
+    Sizes are multiples of 8, with "mxfp8" of 32, with "fp8" and "fp8_dgrad" of 128. All tensors are
+    contiguous and on one device, with at most 1024 experts of a rank. Weights may also be what
+    `.transpose(1, 2)` makes of contiguous [experts, out, in], as checkpoints and other trainers
+    have them; they are not copied then.
 
     On one rank no host waits for a GPU, in either pass, and CUDA graphs capture both, over an
     AllToAll, too. With a process group the host waits once in a forward pass, for the numbers of
@@ -212,7 +216,9 @@ def _check(
 ) -> None:
     """Types, shapes and layouts. Nothing here looks at a value."""
     if precision not in get_args(Precision):
-        raise ValueError(f"precision must be 'bf16', 'mxfp8' or 'fp8'; got {precision!r}")
+        raise ValueError(
+            f"precision must be 'bf16', 'mxfp8', 'fp8' or 'fp8_dgrad'; got {precision!r}"
+        )
     _require_tensor("x", x)
     _require("x", x, _DTYPES if precision == "bf16" else (torch.bfloat16,), x.device)
     if x.ndim != 2:
@@ -243,7 +249,9 @@ def _check(
         _require_matrices("w3", w3, x.dtype, device, (num_experts, hidden, width))
     _require_matrices("w1", w1, x.dtype, device, (num_experts, hidden, width))
     _require_matrices("w2", w2, x.dtype, device, (num_experts, intermediate, hidden))
-    multiple = {"mxfp8": GROUP_SIZE, "fp8": K_GROUP}.get(precision, VALUES_PER_CHUNK)
+    multiple = GROUP_SIZE if precision == "mxfp8" else VALUES_PER_CHUNK
+    if precision in FP8_PRECISIONS:
+        multiple = K_GROUP
     if not is_double:
         for name, size in (("hidden", hidden), ("intermediate", intermediate)):
             if size % multiple or size == 0:

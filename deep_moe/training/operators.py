@@ -16,7 +16,7 @@ from deep_moe.heuristics.training import num_padded_rows
 from deep_moe.targets import products_target, target_of
 from deep_moe.tensor_memory import check_memory
 
-from .experts import Experts, Linear1, Weights, widened
+from .experts import FP8_PRECISIONS, Experts, Linear1, Weights, widened
 from .kernel_steps import KernelSteps
 from .quantized import quantized_width
 from .rows import Rows
@@ -100,17 +100,17 @@ def experts_of(
         biases = widened(Biases(b1, b3, b2), x.dtype)
     weights = Weights(w1, w3, w2)
     steps = steps_for(x, arch)
-    if isinstance(steps, KernelSteps) and precision == "fp8":
-        _require_products(steps.arch)
+    if isinstance(steps, KernelSteps) and precision in FP8_PRECISIONS:
+        _require_products(steps.arch, precision)
     return Experts(weights, biases, decode_activation(activation), precision, steps)
 
 
-def _require_products(arch: str) -> None:
+def _require_products(arch: str, precision: str) -> None:
     """That there are products of quantized operands for a target."""
     if not target_of(arch).has_grouped_product:
         raise ValueError(
-            f"precision must be 'bf16' or 'mxfp8' on {arch}: products of 'fp8' are for "
-            f"{products_target().name}; got 'fp8'"
+            f"precision must be 'bf16' or 'mxfp8' on {arch}: products of {precision!r} are for "
+            f"{products_target().name}; got {precision!r}"
         )
 
 

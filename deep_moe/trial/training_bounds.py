@@ -3,10 +3,10 @@ from them rounding can lead.
 
 The formulas are repeated here, slot by slot and without rows, in float64. Each value has a radius:
 how far the layer's own roundings can have moved it, each at its worst and all to the same side.
-These are the roundings to BF16 after each product and each step, to E4M3 in "mxfp8" and "fp8", and
-to FP32 within sums. A radius goes through a product by the magnitudes of the other operand. Through
-an activation it goes as an interval, in which the function is evaluated at nine places; so a value
-that may have fallen to the other side of a clamp has both slopes.
+These are the roundings to BF16 after each product and each step, to E4M3 where the precision has
+it, and to FP32 within sums. A radius goes through a product by the magnitudes of the other operand.
+Through an activation it goes as an interval, in which the function is evaluated at nine places; so
+a value that may have fallen to the other side of a clamp has both slopes.
 
 A result further away than its radius is wrong. Zero gradients, of unused slots and of experts
 without tokens, have a radius of zero.
@@ -23,7 +23,7 @@ from deep_moe.activations import GatedActivation
 from deep_moe.formats.block_scaled import GROUP_SIZE, quantize_e4m3_groups, ue8m0_to_float
 from deep_moe.formats.float_scaled import GROUP_SIZE as FP8_GROUP
 from deep_moe.formats.float_scaled import MIN_AMAX, quantize_e4m3_float
-from deep_moe.training.experts import Precision
+from deep_moe.training.experts import FP8_PRECISIONS, Precision
 
 _HALF_BF16_UNIT = 2.0**-8  # of a number, at most
 _SMALLEST_BF16 = 2.0**-134  # half of it
@@ -195,7 +195,7 @@ def _slots_of(
         gate_weights, up_weights, down_weights = (
             Ball.exact(_mxfp8(w.center.t()).t()) for w in (expert.gate, expert.up, expert.down)
         )
-    elif formula.precision == "fp8":
+    elif formula.precision in FP8_PRECISIONS:
         inputs = Ball.exact(_fp8(x.center))
         gate_weights, up_weights, down_weights = (
             Ball.exact(_fp8_weights(w.center)) for w in (expert.gate, expert.up, expert.down)
@@ -208,7 +208,7 @@ def _slots_of(
     factor = (gate_factor * up_factor).rounded()
     if formula.precision == "mxfp8":
         factor = _rounded_to_e4m3(factor)
-    elif formula.precision == "fp8":
+    elif formula.precision in FP8_PRECISIONS:
         factor = _rounded_to_fp8(factor)
     row = (factor @ down_weights).rounded() + expert.down_bias
     has_bias = bool((expert.down_bias.center != 0).any())
@@ -222,11 +222,19 @@ def _slots_of(
     gate_slope = _through(activation.gate_slope, gate).wider(_SLOPE_ERROR * (1 + gate.most))
     up_slope = _through(activation.up_slope, up).wider(_SLOPE_ERROR * (1 + up.most))
     activated = gate_factor * up_factor
-    d_activated = (d_out @ expert.down.t).rounded()
+    quantizes_data_gradients = formula.precision == "fp8_dgrad"
+    if quantizes_data_gradients:
+        d_activated = (Ball.exact(_fp8(d_out.center)) @ down_weights.t).rounded()
+    else:
+        d_activated = (d_out @ expert.down.t).rounded()
     d_weighted = d_activated * column
     d_gate = (d_weighted * gate_slope * up_factor).rounded()
     d_up = (d_weighted * up_slope * gate_factor).rounded()
-    of_gate, of_up = d_gate @ expert.gate.t, d_up @ expert.up.t
+    if quantizes_data_gradients:
+        of_gate = _rounded_to_fp8(d_gate) @ gate_weights.t
+        of_up = _rounded_to_fp8(d_up) @ up_weights.t
+    else:
+        of_gate, of_up = d_gate @ expert.gate.t, d_up @ expert.up.t
     if has_two_tensors:
         d_row = of_gate.rounded() + of_up.rounded()
         if formula.rounds_rows:

@@ -24,6 +24,7 @@ from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 from deep_moe.split.kernels import Launch
 from deep_moe.split.throughput import AllToAll
 from deep_moe.targets import products_target
+from deep_moe.training.experts import FP8_PRECISIONS
 from deep_moe.training.functional import moe
 
 from .fuzzing import ARCHS, CASES_PER_KERNEL, rows_of_a_round, values_of
@@ -50,7 +51,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         (40, 4, 128, 32),
     ),
     "steps": (None, *ARCHS[:2]),  # PyTorch's, or a target's kernels: other targets have these, too
-    "precision": ("bf16", "mxfp8", "fp8"),
+    "precision": ("bf16", "mxfp8", "fp8", "fp8_dgrad"),
     "w1 and w3": ("apart", "in one"),
     "activation": tuple(
         case
@@ -100,7 +101,7 @@ class TrainingCase:
     def shape(self) -> tuple[int, int, int, int]:
         """Its intermediate size is one that can be quantized, where it has to be."""
         local_experts, num_topk, hidden, intermediate = self.values["shape"]
-        if self.values["precision"] == "fp8" or self.values["kept"] == "quantized":
+        if self.values["precision"] in FP8_PRECISIONS or self.values["kept"] == "quantized":
             intermediate = align_up(intermediate, K_GROUP)
         return local_experts, num_topk, hidden, intermediate
 
@@ -108,7 +109,7 @@ class TrainingCase:
     def steps(self) -> str | None:
         """Not every target has products of "fp8"."""
         steps: str | None = self.values["steps"]
-        is_fp8 = self.values["precision"] == "fp8"
+        is_fp8 = self.values["precision"] in FP8_PRECISIONS
         return products_target().name if is_fp8 and steps is not None else steps
 
     @cached_property

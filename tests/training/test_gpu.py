@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mxfp8": {"precision": "mxfp8", "biases": True},
     "quantized": {"quantize_kept": True, "intermediate": 128},
     "fp8": {"precision": "fp8", "biases": True, "intermediate": 128},
+    "fp8_dgrad": {"precision": "fp8_dgrad", "fused": True, "intermediate": 128},
 }
 
 

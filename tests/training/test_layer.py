@@ -18,7 +18,7 @@ from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_f
 from deep_moe.training.experts import Precision
 from deep_moe.training.plain_steps import PlainSteps, mxfp8_rounded
 
-from .plain_layer import Layer, assert_close
+from .plain_layer import Layer, assert_close, random_like
 
 
 def test_it_is_the_call_with_its_parameters() -> None:
@@ -264,3 +264,26 @@ def test_rounded_values_are_multiplied(
     exact = rounded.plain()
     left = (quantized["out"].double() - exact).norm() / exact.norm()
     assert left < error / 1.5
+
+
+# Percent of the float64 layer's results, as norms: half and 1.3 times what this layer has.
+ERRORS = {
+    "bf16": {"out": 0.4, "x": 0.4, "topk_weights": 0.3, "w1": 0.4, "w3": 0.4, "w2": 0.4},
+    "fp8": {"out": 6.4, "x": 5.6, "topk_weights": 4.9, "w1": 7.2, "w3": 3.7, "w2": 5.4},
+    "fp8_dgrad": {"out": 6.4, "x": 7.6, "topk_weights": 6.0, "w1": 8.1, "w3": 5.2, "w2": 5.4},
+}
+
+
+@pytest.mark.parametrize("precision", ERRORS)
+def test_errors_beside_float64(precision: str) -> None:
+    """As docs/training.md has them. Quantized gradients add what E4M3 rounds to those of x and W1,
+    and none to W2's."""
+    layer = Layer.random(num_tokens=256, num_experts=4, hidden=512, intermediate=256)
+    exact = layer.double()
+    out = exact.plain()
+    d_out = random_like(out)
+    wanted = {"out": out.detach(), **exact.gradients(out, d_out)}
+    found = layer.run(d_out.bfloat16(), precision=precision)
+    for name, percent in ERRORS[precision].items():
+        error = 100 * (found[name].double() - wanted[name]).norm() / wanted[name].norm()
+        assert percent / 2 < error < 1.3 * percent, name

@@ -326,6 +326,9 @@ def _source(module: torch.nn.Module, quantize: bool) -> _Source:
             f"gate_up_proj {tuple(l1.shape)} and down_proj {tuple(l2.shape)} do not fit each other"
         )
     if l1.dtype in _FLOATS:
+        for name in (linear + _SCALES for linear in _LINEARS):
+            if getattr(module, name, None) is not None:
+                raise UnsupportedError(f"{name} is there, but weights of {l1.dtype} have no scales")
         layers = dict(zip(_LINEARS, (l1, l2), strict=True))
         weights: WeightsName
         weights, is_exact = _format_of_floats(layers, form, quantize=quantize)

@@ -7,6 +7,7 @@ from ..fp8.sm100 import Sm100Fp8
 
 class Sm100Mxfp8(Sm100Fp8):
     weights = "mxfp8"
+    larger_scale_blocks = ()  # checkpoints in this format have a scale for each 32 values
 
 
 KERNELS = (Sm100Mxfp8(),)

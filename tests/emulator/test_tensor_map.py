@@ -115,9 +115,10 @@ extern "C" int cuGetProcAddress_v2(const char* name, void** function, int, uint6
     return 0;
 }
 """
-ENCODE = """
+# The other process has no package of tests, which gives the module this name (tests/emulator).
+ENCODE = f"""
 import struct
-from warpcheck.tensor_map import DataType, TensorMapSpec
+from {TensorMapSpec.__module__} import DataType, TensorMapSpec
 for dims, strides in (((1000,), ()), ((1000, 20, 3), (4096, 81920))):
     box = (128, 2, 2)[: len(dims)]
     image = TensorMapSpec(DataType.FLOAT32, 0x1000, dims, strides, box).encode_cuda()

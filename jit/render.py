@@ -186,6 +186,7 @@ def render_training(config: TrainingConfig) -> str:
         step=config.step,
         kernel=training_name(config),
         args=args.__name__,
+        has_clusters=config.kernel_fields().get("cluster_size", 1) > 1,
         constants=_constants(config.kernel_fields()),
         types=types,
         activation=activation,

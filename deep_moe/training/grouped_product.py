@@ -89,16 +89,16 @@ def grouped_product(
     config = GroupedProductConfig(arch=_arch_of(arch, gpu, x.device))
     num_rows = x.numel() // num_values
     rows_per_expert = 0 if expert_begin is not None else x.shape[-2]
-    num_tiles = config.max_tiles(num_rows, num_experts, num_columns)
-    num_ctas = min(num_tiles, _EMULATED_CTAS if gpu is None else gpu.num_sms)
+    max_ctas = config.max_ctas(num_rows, num_experts, num_columns)
+    num_ctas = min(max_ctas, _EMULATED_CTAS if gpu is None else gpu.num_sms)
     if num_ctas == 0:
         return out
     expert_stride = 0
     if expert_begin is None:
         expert_stride = x_sf.stride(0) - rows_per_expert * x_sf.stride(1)
     args = GroupedProductArgs(
-        _tensor_map(x, (num_rows, 1), config.block_m, config, gpu),
-        _tensor_map(weight, (num_columns, num_experts), config.block_n, config, gpu),
+        _tensor_map(_rows_spec(x, num_rows, config), gpu),
+        _tensor_map(_weight_spec(weight, config), gpu),
         x_sf.data_ptr(),
         weight_sf.data_ptr(),
         0 if expert_begin is None else expert_begin.data_ptr(),
@@ -126,24 +126,37 @@ def grouped_product(
     return out
 
 
-def _tensor_map(
-    tensor: torch.Tensor,
-    dims: tuple[int, int],
-    box_rows: int,
-    config: GroupedProductConfig,
-    gpu: Gpu | None,
-) -> CppStruct:
-    """dims: rows of a matrix, and matrices. In boxes of so many rows and a k-block. Behind a matrix
-    is zero."""
-    row_stride = tensor.stride(-2) if tensor.numel() > tensor.shape[-1] else tensor.shape[-1]
-    spec = TensorMapSpec(
+def _rows_spec(x: torch.Tensor, num_rows: int, config: GroupedProductConfig) -> TensorMapSpec:
+    """Coordinates are (k, row, end), and stand for row `end - block_m + row` of x. So `row` counts
+    towards `block_m`, which is out of bounds: of a box that begins with the n-th row before `end`
+    n rows are x's, and zeros fill the rest. The address is the one that `row` and `end` of 0 would
+    have, before x and never read."""
+    row_stride = x.stride(-2) if x.numel() > x.shape[-1] else x.shape[-1]
+    return TensorMapSpec(
         DataType.UINT8,
-        tensor.data_ptr(),
-        dims=(tensor.shape[-1], *dims),
-        strides=(row_stride, dims[0] * row_stride),
-        box=(config.block_k, box_rows, 1),
+        x.data_ptr() - config.block_m * row_stride,
+        dims=(x.shape[-1], config.block_m, num_rows + 1),
+        strides=(row_stride, row_stride),
+        box=(config.block_k, config.block_m, 1),
         swizzle=Swizzle.of_row_bytes(config.block_k),
     )
+
+
+def _weight_spec(weight: torch.Tensor, config: GroupedProductConfig) -> TensorMapSpec:
+    """A box is a k-block of 128 columns of y, which are rows of a matrix. Behind a matrix is
+    zero."""
+    num_experts, num_columns, num_values = weight.shape
+    return TensorMapSpec(
+        DataType.UINT8,
+        weight.data_ptr(),
+        dims=(num_values, num_columns, num_experts),
+        strides=(num_values, num_columns * num_values),
+        box=(config.block_k, K_GROUP, 1),
+        swizzle=Swizzle.of_row_bytes(config.block_k),
+    )
+
+
+def _tensor_map(spec: TensorMapSpec, gpu: Gpu | None) -> CppStruct:
     image = spec.encode_emulated() if gpu is None else gpu.encode_tensor_map(spec)
     return TensorMap.from_buffer_copy(image)
 

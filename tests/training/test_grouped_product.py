@@ -23,6 +23,9 @@ CASES = {
     "more tiles than stages and CTAs": ProductCall.random(
         (600,), 264, 1152, [129, 256, 1], [0, 136, 400]
     ),
+    "pairs of tiles, a tile alone and columns behind the last": ProductCall.random(
+        (340,), 608, 256, [300, 40], [0, 300]
+    ),
     "first rows of each expert": ProductCall.random((3, 140), 144, 256, [131, 0, 5]),
     "counts beyond an expert's rows": ProductCall.random((2, 24), 128, 128, [30, 24]),
     "128 experts": ProductCall.random((160,), 64, 128, [1] * 128, [*range(128)]),

@@ -1,43 +1,69 @@
-// The tiles of y, and which of them a CTA computes: every gridDim.x-th, expert by expert. Within an
-// expert neighbouring tiles have the same columns, so that CTAs which run at once share weights in
-// the L2 cache.
+// The tiles of y, and which of them a CTA computes: those of every num_clusters-th turn of its
+// cluster, expert by expert. Within an expert neighbouring turns have the same columns, so that
+// CTAs which run at once share weights in the L2 cache.
+//
+// In a turn the two CTAs of a cluster have two m-blocks of an expert and the same columns, so they
+// share copies of the weights. Behind the last pair an odd m-block may be left: then they have it
+// both, with columns of their own.
 #pragma once
 
 #include <cuda/std/cstdint>
 
 #include "deep_moe/math.cuh"
 #include "deep_moe/products/args.cuh"
+#include "deep_moe/ptx/cluster.cuh"
 
 namespace deep_moe {
 
 struct ProductTile {
     uint32_t expert;
     uint32_t first_row;
-    uint32_t end_row;  // behind the expert's last row, so perhaps far behind the tile
-    uint32_t n_block;
+    uint32_t num_rows;      // at least 1
+    uint32_t first_column;  // behind the last one, where an odd m-block has an odd number of tiles
+    bool shares_weights;    // with the other CTA of the cluster
 };
 
-// Every role walks by itself; counts come from the cache.
+// Every role walks by itself; counts come from the cache. Both CTAs of a cluster have as many
+// tiles.
 template <class Config>
 class ProductTiles {
+    static constexpr uint32_t cluster_size = Config::cluster_size;
+    static_assert(cluster_size == 1 || cluster_size == 2);
+
  public:
     __device__ explicit ProductTiles(const GroupedProductArgs& args)
-        : args_(args), num_n_blocks_(ceil_div(args.num_columns, Config::block_n)) {}
+        : args_(args), num_n_blocks_(ceil_div(args.num_columns, Config::block_n)) {
+        if constexpr (cluster_size > 1) rank_ = ptx::cluster_ctarank();
+    }
 
     // False behind the last one.
     __device__ __forceinline__ bool next(ProductTile& tile) {
         for (; expert_ < args_.num_experts; ++expert_) {
             const Rows rows = rows_of(expert_);
-            const uint32_t num_m_blocks = ceil_div(rows.end - rows.begin, Config::block_m);
-            const uint32_t num_tiles = num_m_blocks * num_n_blocks_;
-            if (tile_idx_ - first_tile_ < num_tiles) {
-                const uint32_t idx = tile_idx_ - first_tile_;
-                tile = {expert_, rows.begin + idx % num_m_blocks * Config::block_m, rows.end,
-                        idx / num_m_blocks};
-                tile_idx_ += gridDim.x;
+            const uint32_t num_rows = rows.end - rows.begin;
+            if (num_rows == 0) continue;
+            const uint32_t num_m_blocks = ceil_div(num_rows, Config::block_m);
+            const uint32_t num_groups = num_m_blocks / cluster_size;
+            const uint32_t num_grouped = num_groups * num_n_blocks_;
+            uint32_t num_turns = num_grouped;
+            if (num_m_blocks % cluster_size != 0)
+                num_turns += ceil_div(num_n_blocks_, cluster_size);
+            if (turn_ - first_turn_ < num_turns) {
+                const uint32_t idx = turn_ - first_turn_;
+                const bool is_grouped = idx < num_grouped;
+                uint32_t m_block = num_m_blocks - 1;
+                uint32_t n_block = (idx - num_grouped) * cluster_size + rank_;  //~ odd_block
+                if (is_grouped) {
+                    m_block = idx % num_groups * cluster_size + rank_;  //~ m_block_of_rank
+                    n_block = idx / num_groups;
+                }
+                const uint32_t first_row = m_block * Config::block_m;
+                tile = {expert_, rows.begin + first_row, min(Config::block_m, num_rows - first_row),
+                        n_block * Config::block_n, cluster_size > 1 && is_grouped};
+                turn_ += gridDim.x / cluster_size;
                 return true;
             }
-            first_tile_ += num_tiles;
+            first_turn_ += num_turns;
         }
         return false;
     }
@@ -65,9 +91,10 @@ class ProductTiles {
 
     const GroupedProductArgs& args_;
     uint32_t num_n_blocks_;
-    uint32_t tile_idx_ = blockIdx.x;
+    uint32_t rank_ = 0;
+    uint32_t turn_ = blockIdx.x / cluster_size;
     uint32_t expert_ = 0;
-    uint32_t first_tile_ = 0;  // of expert_
+    uint32_t first_turn_ = 0;  // of expert_
 };
 
 }  // namespace deep_moe

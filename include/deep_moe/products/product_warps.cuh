@@ -1,9 +1,11 @@
-// The math warps: each of two warpgroups multiplies 64 rows of a tile with all of its columns.
+// The math warps: each of two warpgroups multiplies 64 rows of a tile with all of its columns, as
+// two times 128 columns.
 //
-// The tensor core's sums are those of one k-block. Ordinary registers add them up, times the row's
-// scale of the k-block and that of the weights' 128 x 128 block: so FP8 products lose none of the
-// bits that the tensor core drops below the largest one over the whole K. While a warpgroup adds,
-// the tensor core has the other one's products.
+// The tensor core's sums are those of one k-block. Ordinary registers add them up, times the
+// product of the row's scale of the k-block and that of the weights' 128 x 128 block: so FP8
+// products lose none of the bits that the tensor core drops below the largest one over the whole K.
+// While a warpgroup adds, the tensor core has the other one's products: neither waits for the
+// other.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -12,8 +14,10 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/products/args.cuh"
 #include "deep_moe/products/operand_stages.cuh"
-#include "deep_moe/products/product_tiles.cuh"
+#include "deep_moe/ptx/bulk_copy.cuh"
 #include "deep_moe/ptx/convert.cuh"
+#include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/ptx/wgmma.cuh"
 
@@ -21,86 +25,100 @@ namespace deep_moe {
 
 template <class Config>
 class ProductWarps {
+    using Stages = OperandStages<Config>;
+    using Header = typename Stages::Header;
     static constexpr uint32_t rows_per_warpgroup = 64;
-    static constexpr uint32_t num_accumulators = Config::block_n / 2;
+    static constexpr uint32_t rows_per_warp = 16;
+    static constexpr uint32_t num_parts = 2;
+    static constexpr uint32_t columns_per_part = Config::block_n / num_parts;
+    static constexpr uint32_t num_accumulators = columns_per_part / 2;
     static constexpr uint32_t mma_bytes = 32;
     static_assert(Config::block_m == Config::num_math_warps / 4 * rows_per_warpgroup,
                   "each warpgroup has 64 rows of a tile");
-    static_assert(Config::block_n == 128, "a tile's columns share the weights' scale");
-    using Stages = OperandStages<Config>;
+    static_assert(columns_per_part == 128, "a part's columns share the weights' scale");
+
+    using Products = float[num_accumulators];
+    using Sums = Products[num_parts];
+
+    // What a thread's products of a k-block are multiplied by: those of its row, and of the row 8
+    // below.
+    struct Factors {
+        float own;
+        float below;
+    };
 
  public:
     __device__ ProductWarps(const GroupedProductArgs& args, const Stages& stages)
         : args_(args),
           stages_(stages),
           warpgroup_idx_(ptx::uniform(ptx::warp_idx() / 4)),
-          row_in_tile_(ptx::warp_idx() * 16 + ptx::lane_idx() / 4) {}
+          row_in_tile_(ptx::warp_idx() * rows_per_warp + ptx::lane_idx() / 4) {}
 
     // All threads of the math warps.
     __device__ void run() {
-        ProductTiles<Config> tiles(args_);
-        ProductTile tile;
-        while (tiles.next(tile)) {
-            float sums[num_accumulators];
-            add_up(tile, sums);
-            store(tile, sums);
+        for (;; slots_.advance()) {
+            stages_.await_loaded(ring_);  //~ product_tile_awaited
+            const uint32_t num_rows = ptx::uniform(stages_.header(slots_.stage).num_rows);
+            if (num_rows == 0) break;
+            if (num_rows <= warpgroup_idx_ * rows_per_warpgroup) {
+                pass();
+                continue;
+            }
+            Sums sums;
+            add_up(sums);
+            // Read again, because keeping it would take registers from the main loop.
+            store(stages_.header(slots_.stage), sums);
         }
+        ptx::cp_async_bulk_wait_group<0>();
     }
 
  private:
-    // What a thread's products of a k-block are multiplied by: those of its row, and of the row 8
-    // below.
-    struct Scales {
-        float own;
-        float below;
-    };
-
-    __device__ __forceinline__ void add_up(const ProductTile& tile,
-                                           float (&sums)[num_accumulators]) {
+    // Adds up the whole K of a tile, whose first stage is loaded.
+    __device__ __forceinline__ void add_up(Sums& sums) {
 #pragma unroll
-        for (uint32_t i = 0; i < num_accumulators; ++i) sums[i] = 0.0f;
-        const uint32_t row = tile.first_row + row_in_tile_;
-        const bool has_own = row < tile.end_row;
-        const bool has_below = row + 8 < tile.end_row;
-        const float* const own_sf =
-            args_.x_sf + tile.expert * args_.x_sf_expert_stride + row * args_.x_sf_row_stride;
-        const float* const below_sf = own_sf + 8 * args_.x_sf_row_stride;
-        const uint64_t block_row =
-            uint64_t{tile.expert} * ceil_div(args_.num_columns, Config::block_n) + tile.n_block;
-        const float* const weight_sf = args_.weight_sf + block_row * args_.num_k_blocks;
-        const auto load_scales = [&](uint32_t k_block) -> Scales {
-            const float of_weights = weight_sf[k_block];  //~ weight_scale_of_block
-            const int64_t idx = k_block * args_.x_sf_k_stride;
-            return {has_own ? own_sf[idx] * of_weights : 0.0f,
-                    has_below ? below_sf[idx] * of_weights : 0.0f};
-        };
-        Scales scales = load_scales(0);
+        for (uint32_t i = 0; i < num_accumulators; ++i) sums[0][i] = sums[1][i] = 0.0f;
+        uint32_t stage = ptx::uniform(ring_.stage);
+        ring_.advance();
 #pragma unroll 1
-        for (uint32_t k_block = 0; k_block < args_.num_k_blocks; ++k_block) {
-            float products[num_accumulators];
-            stages_.await_loaded(ring_);
-            const uint32_t stage = ptx::uniform(ring_.stage);
-            multiply(products, stage);
-            ring_.advance();
-            // The next ones come while the tensor core works.
-            const Scales current = scales;
-            if (k_block + 1 < args_.num_k_blocks) scales = load_scales(k_block + 1);
+        for (uint32_t num_left = args_.num_k_blocks;;) {
+            Products products;
+            multiply(products, stage, 0);
+            // Loaded here and needed at the end, so no thread waits for the load.
+            const bool next_is_loaded = stages_.is_loaded(ring_);
+            // Behind a wait ptxas takes the address for divergent.
+            const uint32_t next_stage = ptx::uniform(ring_.stage);
+            const Factors first = load_factors(stage, 0);
+            const Factors second = load_factors(stage, 1);
+            ptx::wgmma_wait_group<0>();  //~ product_first_complete
+            promote(sums[0], products, first);
+            multiply(products, stage, 1);
             ptx::wgmma_wait_group<0>();  //~ product_complete
-            ptx::wgmma_keep_order(products);
-            if (ptx::lane_idx() == 0) stages_.release(stage);
-#pragma unroll
-            for (uint32_t i = 0; i < num_accumulators; ++i) {
-                //~ product_promoted
-                sums[i] = fmaf(products[i], i / 2 % 2 == 0 ? current.own : current.below, sums[i]);
-            }
+            __syncwarp();                //~ product_factors_read
+            stages_.release(stage, ptx::lane_idx());
+            promote(sums[1], products, second);
+            if (--num_left == 0) return;
+            if (!next_is_loaded) stages_.await_loaded(ring_);  //~ product_stage_awaited
+            ring_.advance();
+            stage = next_stage;
         }
     }
 
-    // Starts the products of the warpgroup's rows with a k-block, as one group.
-    __device__ __forceinline__ void multiply(float (&products)[num_accumulators], uint32_t stage) {
+    // Leaves a tile to the other warpgroup, which has all of its rows.
+    __device__ __forceinline__ void pass() {
+#pragma unroll 1
+        for (uint32_t i = 0; i < args_.num_k_blocks; ++i) {
+            stages_.await_loaded(ring_);
+            __syncwarp();
+            stages_.release(ring_.stage, ptx::lane_idx());  //~ product_stage_passed
+            ring_.advance();
+        }
+    }
+
+    // Starts the products of the warpgroup's rows with a part of a k-block's columns, as one group.
+    __device__ __forceinline__ void multiply(Products& products, uint32_t stage, uint32_t part) {
         const uint32_t rows = sm90::operand_descriptor_low<Config>(
             stages_.x(stage) + warpgroup_idx_ * rows_per_warpgroup * Config::block_k);
-        const uint32_t columns = sm90::operand_descriptor_low<Config>(stages_.weight(stage));
+        const uint32_t columns = sm90::operand_descriptor_low<Config>(stages_.weight(stage, part));
         ptx::wgmma_keep_order(products);
         ptx::wgmma_fence();  //~ product_fence
 #pragma unroll
@@ -112,31 +130,63 @@ class ProductWarps {
         ptx::wgmma_commit_group();
     }
 
-    // The sums as BF16. A thread has 2 neighbouring columns of every 8. Four threads exchange those
-    // of 32 columns, so that each stores 8 neighbours with one instruction.
-    __device__ __forceinline__ void store(const ProductTile& tile,
-                                          const float (&sums)[num_accumulators]) const {
-        const uint32_t part = ptx::lane_idx() % 4;
-        const uint32_t row = tile.first_row + row_in_tile_;
+    __device__ __forceinline__ Factors load_factors(uint32_t stage, uint32_t part) const {
+        const uint32_t own = stages_.factors(stage, part) + row_in_tile_ * sizeof(float);
+        return {ptx::ld_shared_f32(own), ptx::ld_shared_f32(own + 8 * sizeof(float))};
+    }
+
+    static __device__ __forceinline__ void promote(Products& sums, Products& products,
+                                                   const Factors& factors) {
+        ptx::wgmma_keep_order(products);
 #pragma unroll
-        for (uint32_t first = 0; first < Config::block_n; first += 32) {
-            const uint32_t column = tile.n_block * Config::block_n + first + part * 8;
+        for (uint32_t i = 0; i < num_accumulators; ++i) {
+            //~ product_promoted
+            sums[i] = fmaf(products[i], i / 2 % 2 == 0 ? factors.own : factors.below, sums[i]);
+        }
+    }
+
+    // The sums as BF16. A thread has 2 neighbouring columns of every 8. Four threads exchange those
+    // of 32 columns, so that each has 8 neighbours. They go through shared memory, from where a
+    // copy takes each row while the warp multiplies the next tile.
+    __device__ __forceinline__ void store(const Header& tile, const Sums& sums) const {
+        constexpr uint32_t columns_per_run = 32;
+        constexpr uint32_t runs_per_part = columns_per_part / columns_per_run;
+        const uint32_t results = stages_.results(ptx::warp_idx());
+        const uint32_t thread = ptx::lane_idx() % 4;
+        const uint32_t own =
+            results + ptx::lane_idx() / 4 * Stages::result_stride + thread * sizeof(uint4);
+        ptx::cp_async_bulk_wait_group_read<0>();
+        __syncwarp();  //~ product_results_free
+#pragma unroll
+        for (uint32_t run = 0; run < Config::block_n / columns_per_run; ++run) {
 #pragma unroll
             for (uint32_t h = 0; h < 2; ++h) {
                 uint32_t pairs[4];
 #pragma unroll
                 for (uint32_t j = 0; j < 4; ++j) {
-                    const uint32_t i = first / 2 + 4 * j + 2 * h;
-                    pairs[j] = ptx::cvt_rn_bf16x2_f32(sums[i + 1], sums[i]);
+                    const Products& part = sums[run / runs_per_part];
+                    const uint32_t i = run % runs_per_part * 16 + 4 * j + 2 * h;
+                    pairs[j] = ptx::cvt_rn_bf16x2_f32(part[i + 1], part[i]);
                 }
-                const uint4 chunk = transposed(pairs, part);
-                const uint32_t own_row = row + 8 * h;
-                if (own_row < tile.end_row && column < args_.num_columns) {  //~ product_stored
-                    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(args_.y) +
-                                              uint64_t{own_row} * args_.num_columns + column) =
-                        chunk;
-                }
+                ptx::st_shared_v4(
+                    own + 8 * h * Stages::result_stride + run * columns_per_run * sizeof(uint16_t),
+                    transposed(pairs, thread));
             }
+        }
+        ptx::fence_proxy_async_shared_cta();  //~ product_results_fenced
+        __syncwarp();                         //~ product_results_written
+        const uint32_t lane_idx = ptx::lane_idx();
+        const uint32_t row_in_tile = ptx::warp_idx() * rows_per_warp + lane_idx;
+        if (lane_idx < rows_per_warp && row_in_tile < tile.num_rows &&  //~ product_stored
+            tile.first_column < args_.num_columns) {
+            const uint64_t first =
+                uint64_t{tile.first_row + row_in_tile} * args_.num_columns + tile.first_column;
+            const uint32_t num_columns =
+                min(Config::block_n, args_.num_columns - tile.first_column);  //~ product_columns
+            ptx::cp_async_bulk_global_shared(static_cast<uint16_t*>(args_.y) + first,
+                                             results + lane_idx * Stages::result_stride,
+                                             num_columns * sizeof(uint16_t));
+            ptx::cp_async_bulk_commit_group();
         }
     }
 
@@ -167,6 +217,7 @@ class ProductWarps {
     uint32_t warpgroup_idx_;
     uint32_t row_in_tile_;
     typename Stages::Ring ring_;
+    typename Stages::Slots slots_;
 };
 
 }  // namespace deep_moe

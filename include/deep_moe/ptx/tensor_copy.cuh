@@ -27,6 +27,19 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d_shared_global(uint32_t d
         : "memory");
 }
 
+// The same to this offset in the CTAs of the cluster whose ranks are bits of `cta_mask`; in each of
+// them the barrier at that of `barrier` counts the bytes. SM90.
+__device__ __forceinline__ void cp_async_bulk_tensor_3d_shared_global_multicast(
+    uint32_t dst, const TensorMap* map, uint32_t barrier, int32_t x, int32_t y, int32_t z,
+    uint16_t cta_mask) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;"
+        :
+        : "r"(dst), "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier), "h"(cta_mask)
+        : "memory");
+}
+
 // To the own CTA's shared memory; `barrier` in the own CTA or in the other CTA of the pair. SM100.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d_cta_group2_shared_global(
     uint32_t dst, const TensorMap* map, uint32_t barrier, int32_t x, int32_t y) {

@@ -4,7 +4,7 @@ tokens with one scale each, with factors of rows behind it."""
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from deep_moe.emulator.tensor_map import DataType
 from deep_moe.formats.sizes import WHOLE_MATRIX, WHOLE_ROW
@@ -28,7 +28,11 @@ class Sm100Fp8(Fp8OnTarget, Sm100Weights):
     token_format = "mxfp8"
     policy = "Fp8Weights"
     scale_words = "UE8M0 scales per 32"
-    larger_scale_blocks = (WHOLE_ROW, (128, 128), WHOLE_MATRIX)
+    larger_scale_blocks: ClassVar[tuple[tuple[int, int], ...]] = (
+        WHOLE_ROW,
+        (128, 128),
+        WHOLE_MATRIX,
+    )
     data_type = DataType.UINT8
 
     @property

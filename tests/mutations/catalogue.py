@@ -1158,14 +1158,6 @@ SM90_MUTATIONS = (
         test="test_small_rings::test_one_rank_with_small_blocks",
         arguments={"arch": "sm_100a", "schedule": "starved_role"},
     ),
-    M(
-        "rows_released_before_read",
-        removed("destinations_read"),
-        "race",
-        arch="sm_100a",
-        test="test_small_rings::test_a_small_ring",
-        arguments={"arch": "sm_100a", "schedule": "random"},
-    ),
     # ---- biases
     *(
         M(

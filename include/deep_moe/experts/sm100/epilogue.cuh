@@ -85,9 +85,10 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         } else {
             l2_epilogue.run(block, accumulator, factors, biases, sources);
             if constexpr (PoolRing<Config>::wraps) {
-                // The products are complete, so both CTAs' copies are. Every warp has read where
-                // its rows go in front of the vote on the accumulator.
+                // The products are complete, so both CTAs' copies are. With biases every warp reads
+                // its rows' routing weights; behind the barrier all have.
                 if (block.is_reused) {
+                    warp.sync_all();
                     // Linear1's epilogues have read routing weights there. The loaders have
                     // acquired that, but the commit does not hand it over: this is over at once.
                     //~ linear1_acquired

@@ -40,7 +40,7 @@ TILES = {
 CASES = [(arch, tile) for arch, tiles in TILES.items() for tile in tiles]
 
 
-def shape_of(num_tokens: tuple[int, int]) -> MoEShape:
+def shape_of(num_tokens: tuple[int, int], *, biases: bool = False) -> MoEShape:
     """An odd number of Linear2 blocks, so that SM100's last pair is half empty."""
     return MoEShape(
         num_ranks=2,
@@ -50,6 +50,7 @@ def shape_of(num_tokens: tuple[int, int]) -> MoEShape:
         intermediate_hidden=256,
         num_max_tokens_per_rank=max(num_tokens),
         num_pool_tokens=SMALLEST,
+        biases=biases,
     )
 
 
@@ -114,12 +115,14 @@ def test_all_to_one_expert(arch: str, overrides: dict[str, int]) -> None:
     check_calls(arch, overrides, [many, few, many], shape, "random")
 
 
+@parametrize("biases", [False, True], everyday=[False])
 @parametrize("schedule", SCHEDULES, everyday=["random"])
-def test_a_small_ring(arch: str, schedule: Schedule) -> None:
-    """One call in which every wait for rows matters."""
+def test_a_small_ring(arch: str, schedule: Schedule, biases: bool) -> None:
+    """One call in which every wait for rows matters. With biases, Linear2's epilogues read routing
+    weights in rows that they release."""
     overrides = {"sm_90a": {"block_m": 64, "num_stages": 3}, "sm_100a": {"block_m": 96}}[arch]
     num_tokens = (200, 170)
-    shape = shape_of(num_tokens)
+    shape = shape_of(num_tokens, biases=biases)
     tokens = [exact_tokens(shape, n, seed=rank) for rank, n in enumerate(num_tokens)]
     check_calls(arch, overrides, [tokens], shape, schedule)
 

@@ -1125,7 +1125,7 @@ SM90_MUTATIONS = (
             edit,
             catcher,
             test="test_small_rings::test_a_small_ring",
-            arguments={"arch": arch, "schedule": "random"},
+            arguments={"arch": arch, "schedule": "random", "biases": False},
             arch=arch,
         )
         for arch in ("sm_90a", "sm_100a")
@@ -1157,6 +1157,14 @@ SM90_MUTATIONS = (
         arch="sm_100a",
         test="test_small_rings::test_one_rank_with_small_blocks",
         arguments={"arch": "sm_100a", "schedule": "starved_role"},
+    ),
+    M(
+        "rows_released_before_read",
+        removed("routing_weights_read"),
+        "race",
+        arch="sm_100a",
+        test="test_small_rings::test_a_small_ring",
+        arguments={"arch": "sm_100a", "schedule": "random", "biases": True},
     ),
     # ---- biases
     *(

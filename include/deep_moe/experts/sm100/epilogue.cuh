@@ -88,7 +88,7 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
                 // The products are complete, so both CTAs' copies are. With biases every warp reads
                 // its rows' routing weights; behind the barrier all have.
                 if (block.is_reused) {
-                    warp.sync_all();
+                    warp.sync_all();  //~ routing_weights_read
                     // Linear1's epilogues have read routing weights there. The loaders have
                     // acquired that, but the commit does not hand it over: this is over at once.
                     //~ linear1_acquired

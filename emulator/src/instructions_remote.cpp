@@ -4,40 +4,15 @@
 #include "async_units.h"
 #include "instruction_table.h"
 #include "race_detector.h"
+#include "reductions.h"
 
 namespace deep_moe::emulator {
 namespace {
 
-enum class Update : uint8_t { store, add, min, max, inc, dec, bit_and, bit_or, bit_xor };
-
-template <class T>
-T updated(Update update, T old, T value) {
-    switch (update) {
-        case Update::add:
-            return T(old + value);
-        case Update::min:
-            return value < old ? value : old;
-        case Update::max:
-            return value > old ? value : old;
-        case Update::inc:
-            return old >= value ? T(0) : T(old + 1);
-        case Update::dec:
-            return old == 0 || old > value ? value : T(old - 1);
-        case Update::bit_and:
-            return T(old & value);
-        case Update::bit_or:
-            return T(old | value);
-        case Update::bit_xor:
-            return T(old ^ value);
-        default:
-            return value;
-    }
-}
-
-// operands: address, mbarrier, values; aux: space, update
+// operands: address, mbarrier, values; aux: space, reduction
 template <class T>
 Flow write_remotely(Warp& w, const Op& op) {
-    const auto update = Update(op.aux >> 8 & 0xff);
+    const auto reduction = Reduction(op.aux >> 8 & 0xff);
     const uint32_t count = op.num_operands - 2u, bytes = count * uint32_t(sizeof(T));
     Machine* machine = w.machine;
     w.for_each_lane([&](int lane) {
@@ -56,7 +31,7 @@ Flow write_remotely(Warp& w, const Op& op) {
         RaceDetector* races = machine->races.get();
         // Updates are relaxed atomics of cluster scope.
         const uint32_t flags =
-            update == Update::store ? 0 : Record::strong | uint32_t(Scope::cluster) << 2;
+            reduction == Reduction::none ? 0 : Record::strong | uint32_t(Scope::cluster) << 2;
         const auto issue = races ? races->issue_generic(w, lane, flags) : nullptr;
         const uint64_t phase = phase_of(*barrier.cta, barrier.offset);
         machine->enqueue_async(w, "remote write", 0, [=] {
@@ -70,9 +45,9 @@ Flow write_remotely(Warp& w, const Op& op) {
                 for (uint32_t i = 0; i < count; ++i) {
                     const uint32_t offset = to.offset + i * uint32_t(sizeof(T));
                     T old{};
-                    if (update != Update::store)
+                    if (reduction != Reduction::none)
                         std::memcpy(&old, window.read(offset, sizeof(T)), sizeof(T));
-                    const T value = updated(update, old, values[i]);
+                    const T value = reduce_integer(reduction, old, values[i]);
                     std::memcpy(window.write(offset, sizeof(T)), &value, sizeof(T));
                 }
             }
@@ -82,7 +57,7 @@ Flow write_remotely(Warp& w, const Op& op) {
     return Flow::next;
 }
 
-void decode_remote(Decoder& d, Update update) {
+void decode_remote(Decoder& d, Reduction reduction) {
     d.ignore({"weak", "relaxed", "cluster", "mbarrier::complete_tx::bytes"});
     const Space space = d.take_space(Space::shared_cluster);
     const std::string_view vector = d.take_any({"v2", "v4"});
@@ -101,25 +76,19 @@ void decode_remote(Decoder& d, Update update) {
         body = sign ? write_remotely<int64_t> : write_remotely<uint64_t>;
     else
         d.unsupported("this type");
-    if (is_float(type) && update != Update::store) d.unsupported("a reduction of floats");
-    d.emit(body, std::move(operands), uint64_t(space) | uint64_t(update) << 8);
+    if (is_float(type) && reduction != Reduction::none) d.unsupported("a reduction of floats");
+    d.emit(body, std::move(operands), uint64_t(space) | uint64_t(reduction) << 8);
 }
 
 // To global memory: PTX lets it happen later, here it happens at once.
 void decode_store(Decoder& d) {
     if (d.has("global")) return decode_st(d);
-    decode_remote(d, Update::store);
+    decode_remote(d, Reduction::none);
 }
 
 void decode_reduction(Decoder& d) {
     if (d.has("global")) return decode_red(d);
-    constexpr std::pair<std::string_view, Update> updates[] = {
-        {"add", Update::add},   {"min", Update::min},    {"max", Update::max},
-        {"inc", Update::inc},   {"dec", Update::dec},    {"and", Update::bit_and},
-        {"or", Update::bit_or}, {"xor", Update::bit_xor}};
-    for (auto [name, update] : updates)
-        if (d.take(name)) return decode_remote(d, update);
-    d.invalid("the operation is missing");
+    decode_remote(d, take_reduction(d));
 }
 
 }  // namespace

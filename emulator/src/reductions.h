@@ -1,4 +1,4 @@
-// What copies that reduce, and multimem instructions, make of two elements.
+// What bulk copies that reduce, red.async and multimem instructions make of two elements.
 #pragma once
 
 #include <algorithm>

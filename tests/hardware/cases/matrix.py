@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..case import Family
@@ -130,38 +132,46 @@ SHAPES = (
 TILES = 64
 
 
-def _mma(k: int, result: str, a: str, b: str, values: str) -> None:
-    name = f"mma k{k} {result} {a} {b}, {values}"
-    per_register = 32 // ELEMENT_BITS[a]
-    num_a, num_b = 16 * k // per_register // 32, 8 * k // per_register // 32
-    num_d = 2 if result == "f16" else 4
+def _mma_body(instruction: str, counts: Sequence[int], last: str = "") -> str:
+    """A warp's instruction. counts: registers of D, A, B, C and of what follows, each from an array
+    of its own; D's and C's are as many. last: operands behind these."""
+    first = (40, 10, 20, 30, 50)[: len(counts)]
     body = "mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x;"
-    for index, (count, first) in enumerate(((num_d, 0), (num_a, 10), (num_b, 20), (num_d, 30))):
+    for index, (count, register) in enumerate(zip(counts, first, strict=True)):
         body += (
             f"mad.lo.u32 %r3, %r2, {32 * count}, %r1; mad.wide.u32 %rd{index}, %r3, 4, %p{index};"
         )
         if index:
             body += "".join(
-                f"ld.global.u32 %r{first + i}, [%rd{index}+{128 * i}];" for i in range(count)
+                f"ld.global.u32 %r{register + i}, [%rd{index}+{128 * i}];" for i in range(count)
             )
-
-    def braces(first: int, count: int) -> str:
-        return "{" + ", ".join(f"%r{first + i}" for i in range(count)) + "}"
-
-    body += (
-        f"mma.sync.aligned.m16n8k{k}.row.col.{result}.{a}.{b}.{result}"
-        f" {braces(40, num_d)}, {braces(10, num_a)}, {braces(20, num_b)}, {braces(30, num_d)};"
+    braces = (
+        "{" + ", ".join(f"%r{register + i}" for i in range(count)) + "}"
+        for register, count in zip(first[:4], counts[:4], strict=True)
     )
-    body += "".join(f"st.global.u32 [%rd0+{128 * i}], %r{40 + i};" for i in range(num_d))
+    body += f"{instruction} {', '.join(braces)}{last};"
+    return body + "".join(f"st.global.u32 [%rd0+{128 * i}], %r{40 + i};" for i in range(counts[0]))
+
+
+def _words(source: Source, kinds: Sequence[tuple[str, int]], values: str) -> list[np.ndarray]:
+    """kinds: of the elements of A and B, and registers of a lane."""
+    return [
+        elements(source, kind, TILES * 32 * count * 32 // ELEMENT_BITS[kind], values).view("<u4")
+        for kind, count in kinds
+    ]
+
+
+def _mma(k: int, result: str, a: str, b: str, values: str) -> None:
+    name = f"mma k{k} {result} {a} {b}, {values}"
+    per_register = 32 // ELEMENT_BITS[a]
+    num_a, num_b = 16 * k // per_register // 32, 8 * k // per_register // 32
+    num_d = 2 if result == "f16" else 4
+    instruction = f"mma.sync.aligned.m16n8k{k}.row.col.{result}.{a}.{b}.{result}"
+    body = _mma_body(instruction, (num_d, num_a, num_b, num_d))
 
     def arrays():
         source = Source(name)
-        words = [
-            elements(source, kind, TILES * 32 * count * 32 // ELEMENT_BITS[kind], values).view(
-                "<u4"
-            )
-            for kind, count in ((a, num_a), (b, num_b))
-        ]
+        words = _words(source, [(a, num_a), (b, num_b)], values)
         c = addends(
             source, result, TILES * 32 * num_d * (2 if result == "f16" else 1), values
         ).view("<u4")
@@ -195,34 +205,16 @@ def _sparse_mma(k: int, result: str, a: str, b: str, selector: int, values: str)
     name = f"mma.sp k{k} {result} {a} {b} selector {selector}, {values}"
     per_register = 32 // ELEMENT_BITS[a]
     num_a, num_b = 8 * k // per_register // 32, 8 * k // per_register // 32
-    body = "mov.u32 %r1, %tid.x; mov.u32 %r2, %ctaid.x;"
-    for index, (count, first) in enumerate(((4, 0), (num_a, 10), (num_b, 20), (4, 30), (1, 50))):
-        body += (
-            f"mad.lo.u32 %r3, %r2, {32 * count}, %r1; mad.wide.u32 %rd{index}, %r3, 4, %p{index};"
-        )
-        if index:
-            body += "".join(
-                f"ld.global.u32 %r{first + i}, [%rd{index}+{128 * i}];" for i in range(count)
-            )
-
-    def braces(first: int, count: int) -> str:
-        return "{" + ", ".join(f"%r{first + i}" for i in range(count)) + "}"
-
-    body += (
-        f"mma.sp::ordered_metadata.sync.aligned.m16n8k{k}.row.col.{result}.{a}.{b}.{result}"
-        f" {braces(40, 4)}, {braces(10, num_a)}, {braces(20, num_b)}, {braces(30, 4)},"
-        f" %r50, {selector};"
+    shape = f"m16n8k{k}.row.col.{result}.{a}.{b}.{result}"
+    body = _mma_body(
+        f"mma.sp::ordered_metadata.sync.aligned.{shape}",
+        (4, num_a, num_b, 4, 1),
+        f", %r50, {selector}",
     )
-    body += "".join(f"st.global.u32 [%rd0+{128 * i}], %r{40 + i};" for i in range(4))
 
     def arrays():
         source = Source(name)
-        words = [
-            elements(source, kind, TILES * 32 * count * 32 // ELEMENT_BITS[kind], values).view(
-                "<u4"
-            )
-            for kind, count in ((a, num_a), (b, num_b))
-        ]
+        words = _words(source, [(a, num_a), (b, num_b)], values)
         c = addends(source, result, TILES * 32 * 4, values).view("<u4")
         return [np.zeros((TILES, 4, 32), "<u4"), *words, c, metadata(source, a, TILES * 32)]
 

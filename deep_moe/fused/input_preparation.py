@@ -354,12 +354,8 @@ def _prepare_inputs(
         0 if expert_map is None else expert_map.shape[0],
         0 if expert_load is None else expert_load.shape[0],
     )
-    if plan.gpu is not None:
-        assert plan.launcher is not None
-        plan.launcher.launch(args, plan.num_ctas, plan.gpu.current_stream())
-        return
     rows = input_x, input_x_sf, input_topk_idx, input_topk_weights
-    _emulate(plan, args, tensors, rows, x.shape[0], expert_load)
+    _launch(plan, args, tensors, rows, x.shape[0], expert_load)
 
 
 def _check_places(
@@ -379,7 +375,7 @@ def _check_places(
         )
 
 
-def _emulate(
+def _launch(
     plan: PreparationPlan,
     args: CppStruct,
     tensors: dict[str, torch.Tensor],
@@ -388,6 +384,10 @@ def _emulate(
     expert_load: torch.Tensor | None,
 ) -> None:
     """rows: of the buffer. The emulator refuses to write to any but the first `num_tokens`."""
+    if plan.gpu is not None:
+        assert plan.launcher is not None
+        plan.launcher.launch(args, plan.num_ctas, plan.gpu.current_stream())
+        return
     names = ("sym_buffer.x", "sym_buffer.x_sf", "sym_buffer.topk_idx", "sym_buffer.topk_weights")
     memory = [
         MemoryRegion.of_tensor(name, tensor, is_writable=tensor is expert_load)
@@ -502,11 +502,7 @@ def _route_and_prepare_inputs(
         router_scale=scale,
         num_chunk_ctas=plan.num_ctas - plan.config.num_router_ctas(x.shape[0]),
     )
-    if plan.gpu is not None:
-        assert plan.launcher is not None
-        plan.launcher.launch(args, plan.num_ctas, plan.gpu.current_stream())
-        return
-    _emulate(plan, args, tensors, rows, x.shape[0], expert_load)
+    _launch(plan, args, tensors, rows, x.shape[0], expert_load)
 
 
 torch.library.impl(

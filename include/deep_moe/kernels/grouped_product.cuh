@@ -15,22 +15,20 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/products/operand_stages.cuh"
 #include "deep_moe/products/product_warps.cuh"
-#include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/cluster.cuh"
 
 namespace deep_moe {
 
 // All threads of the cluster.
 template <class Config>
 __device__ __forceinline__ void meet_products() {
-    __syncwarp();
     if constexpr (Config::cluster_size == 1) {
         __syncthreads();
     } else {
-        ptx::barrier_cluster_arrive();
-        ptx::barrier_cluster_wait();
+        sync_cluster();
     }
 }
 
@@ -42,7 +40,7 @@ __device__ __forceinline__ void grouped_product(const GroupedProductArgs& args) 
                   "num_threads is the math warps, the loader and the scales' warps");
     static_assert(Config::num_loader_registers * 128 +
                           Config::num_math_registers * Config::num_math_warps * warp_size <=
-                      64512,
+                      max_registers_per_cta,
                   "register budgets must fit into what an SM has");
     extern __shared__ __align__(1024) uint8_t shared_bytes[];
     const OperandStages<Config> stages(ptx::shared_address(shared_bytes));

@@ -7,6 +7,9 @@
 
 namespace deep_moe {
 
+// What roles may have together: 168 for each of 384 threads. MAX_REGISTERS_PER_CTA of choices.py.
+inline constexpr uint32_t max_registers_per_cta = 64512;
+
 // What every thread is launched with: the compiler distributes all 64 Ki of an SM, in steps of 8.
 template <class Config>
 inline constexpr uint32_t launch_registers = 65536 / Config::num_threads / 8 * 8;

@@ -55,7 +55,7 @@ struct WarpRoles {
     static_assert((Config::num_dispatch_registers + Config::num_loader_registers) * 128 +
                           Config::num_decode_registers * Config::num_decode_warps * warp_size +
                           Config::num_epilogue_registers * Config::num_epilogue_warps * warp_size <=
-                      min(64512u, launch_registers<Config>* Config::num_threads),
+                      min(max_registers_per_cta, launch_registers<Config>* Config::num_threads),
                   "register budgets must fit into what a CTA is launched with");
 };
 

@@ -16,11 +16,11 @@
 #include "deep_moe/kernels/registers.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/math.cuh"
-#include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/named_barrier.cuh"
 #include "deep_moe/ptx/tensor_copy.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/cluster.cuh"
 #include "deep_moe/sync/handover.cuh"
 #include "deep_moe/sync/wait.cuh"
 
@@ -44,19 +44,13 @@ struct WarpRoles {
                   "num_threads is dispatch + 2 + math warps");
     static_assert(Config::num_dispatch_registers * 128 +
                           num_math_registers<Config> * num_math_warps<Config> * warp_size <=
-                      64512,
+                      max_registers_per_cta,
                   "register budgets must fit into what an SM has");
 };
 
-// All threads of the cluster.
-__device__ __forceinline__ void sync_cluster() {
-    __syncwarp();
-    ptx::barrier_cluster_arrive();
-    ptx::barrier_cluster_wait();
-}
-
-// The same, last of all: a CTA must not exit while the other one may still reach into it. That
-// would happen after an abort; else both have done their blocks when the ranks meet before combine.
+// All threads of the cluster, last of all: a CTA must not exit while the other one may still reach
+// into it. That would happen after an abort; else both have done their blocks when the ranks meet
+// before combine.
 __device__ __forceinline__ void leave_cluster() {
     sync_cluster();  //~ cluster_left
 }

@@ -93,7 +93,9 @@ class ProductWarps {
             promote(sums[0], products, first);
             multiply(products, stage, 1);
             ptx::wgmma_wait_group<0>();  //~ product_complete
-            __syncwarp();                //~ product_factors_read
+            // Orders all lanes' loads of factors before the arrival of one. wgmma.wait_group only
+            // waits for the lanes.
+            __syncwarp();
             stages_.release(stage, ptx::lane_idx());
             promote(sums[1], products, second);
             if (--num_left == 0) return;

@@ -175,8 +175,8 @@ def route_and_prepare_inputs(
     """What `prepare_inputs` does, and what a router does before: choose each token's experts from
     its logits, in the same launch.
 
-    A token's experts follow from its logits alone: they do not depend on the number of tokens. A
-    logit that is not a number makes its expert the last to be chosen, with softmax all of them.
+    A token's experts follow from its logits alone: they do not depend on the number of tokens. The
+    score of a logit that is not a number is 0; with softmax, then, all scores of its token are.
 
     Args:
         x: as `prepare_inputs` has it.

@@ -1,9 +1,12 @@
 // A router's rule: a token's experts and their weights, from its logits. A warp has a token.
 //
-// Scores are float32. A lane has the logits that it loads with 16 bytes at a time. Softmax adds up
-// each lane's in their order and then the lanes' by halves, as engines' kernels do, so that its
-// bits do not depend on the number of tokens. Of equal choices the lower expert comes first. A
-// choice that is not a number comes behind all others.
+// Scores are float32; of a logit that is not a number it is 0. Softmax adds up each lane's in their
+// order and then the lanes' by halves, so that its bits do not depend on the number of tokens. Of
+// equal choices the lower expert comes first. A choice that is not a number comes behind all
+// others.
+//
+// Which lane has which logits, the approximate exponential of a sigmoid and one factor for all
+// weights are as in vLLM's kernels for powers of two and multiples of 64: the bits are the same.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -32,7 +35,11 @@ template <class Config>
 class TokenRouter {
     static constexpr uint32_t num_experts = Config::num_router_experts;
     static constexpr uint32_t logit_bytes = Config::has_bf16_logits ? 2 : 4;
-    static constexpr uint32_t vector_size = 16 / logit_bytes;
+    // Of logits that a lane loads at once: 16 bytes, or two where vLLM's kernel takes two.
+    static constexpr bool is_power_of_two = (num_experts & (num_experts - 1)) == 0;
+    static constexpr uint32_t vector_size =
+        is_power_of_two || num_experts % 64 != 0 ? 16 / logit_bytes : 2;
+    static constexpr uint32_t vector_words = vector_size * logit_bytes / 4;
     static constexpr uint32_t num_vectors = ceil_div(num_experts, warp_size* vector_size);
     static constexpr uint32_t num_values = num_vectors * vector_size;
     static constexpr uint32_t group_size = num_experts / Config::num_expert_groups;
@@ -71,7 +78,7 @@ class TokenRouter {
                 weight = score;
             }
         }
-        if constexpr (Config::renormalizes) weight = __fdiv_rn(weight, sum > 0.0f ? sum : 1.0f);
+        if constexpr (Config::renormalizes) scale = __fdiv_rn(scale, sum > 0.0f ? sum : 1.0f);
         weight *= scale;
     }
 
@@ -84,15 +91,15 @@ class TokenRouter {
 #pragma unroll
         for (uint32_t vector = 0; vector < num_vectors; ++vector) {
             const uint32_t first = expert_idx(vector * vector_size);
-            uint32_t words[4];
-            if constexpr (num_experts % vector_size == 0) {
+            uint32_t words[vector_words];
+            if constexpr (vector_words == 4 && num_experts % vector_size == 0) {
                 const uint4 loaded = first < num_experts
                                          ? static_cast<const uint4*>(logits)[first / vector_size]
                                          : uint4{};
                 words[0] = loaded.x, words[1] = loaded.y, words[2] = loaded.z, words[3] = loaded.w;
             } else {
 #pragma unroll
-                for (uint32_t word = 0; word < 4; ++word) {
+                for (uint32_t word = 0; word < vector_words; ++word) {
                     words[word] = load_word(logits, first + word * (4 / logit_bytes));
                 }
             }
@@ -147,12 +154,16 @@ class TokenRouter {
 #pragma unroll
             for (uint32_t i = 0; i < num_values; ++i) scores_[i] = score_alone(scores_[i]);
         }
+#pragma unroll
+        for (uint32_t i = 0; i < num_values; ++i) {
+            if (scores_[i] != scores_[i]) scores_[i] = 0.0f;
+        }
     }
 
     // Which does not depend on other experts' logits.
     static __device__ float score_alone(float logit) {
         if constexpr (Config::router_scoring == sigmoid_scoring) {
-            return __fdiv_rn(1.0f, 1.0f + expf(-logit));
+            return __fdiv_rn(1.0f, 1.0f + __expf(-logit));
         } else {
             return __fsqrt_rn(logit > 20.0f ? logit : log1pf(expf(logit)));
         }

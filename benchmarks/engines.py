@@ -1,4 +1,4 @@
-"""Times a layer of experts in four bits as engines run it on Hopper, beside ours.
+"""Times a layer of experts in four bits or MXFP8 as engines run it on Hopper, beside ours.
 
     python -m benchmarks.engines --ranks 1 --json engines-1.json
     python -m benchmarks.engines --ranks 1 --weights nvfp4 --json engines-nvfp4.json

@@ -1,5 +1,5 @@
-"""vLLM's own kernels for experts in four bits, made and called by vLLM's own classes: what an
-engine runs on Hopper where deep_moe does not."""
+"""vLLM's own kernels for experts in four bits or in MXFP8, made and called by vLLM's own classes:
+what an engine runs on Hopper where deep_moe does not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deep_moe.formats.block_scaled import unpack_ue8m0
+from deep_moe.formats.block_scaled import GROUP_SIZE, unpack_ue8m0
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.synthetic import Layer
 
@@ -31,10 +31,10 @@ class Backend:
     weights: tuple[str, ...] = ("mxfp4",)
 
 
-_FOUR_BITS = ("mxfp4", "nvfp4", "int4")
+_DECODED = ("mxfp4", "nvfp4", "int4", "mxfp8")  # to the type of the tokens
 BACKENDS = {
-    "marlin": Backend("marlin", "vLLM's Marlin", weights=_FOUR_BITS),
-    "humming": Backend("humming", "Humming", package="humming", weights=_FOUR_BITS),
+    "marlin": Backend("marlin", "vLLM's Marlin", weights=_DECODED),
+    "humming": Backend("humming", "Humming", package="humming", weights=_DECODED),
     "humming_fp8": Backend("humming", "Humming", "fp8", "humming", is_declared=True),
     "triton": Backend("triton_unfused", "vLLM's Triton"),
     "cutlass": Backend("flashinfer_cutlass", "FlashInfer's CUTLASS", package="flashinfer"),
@@ -257,10 +257,27 @@ def _int4_tensors(layer: Layer) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _mxfp8(backend: Backend) -> Any:
+    """As ModelOpt writes them; on Hopper vLLM's kernels take BF16 tokens beside them."""
+    from vllm.model_executor.layers.quantization.modelopt import ModelOptMxFp8Config
+
+    return ModelOptMxFp8Config(True, None, [])
+
+
+def _mxfp8_tensors(layer: Layer) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, own in (("w13", layer.l1), ("w2", layer.l2)):
+        width = own.weight.shape[2] // GROUP_SIZE
+        tensors[f"{name}_weight"] = own.weight
+        tensors[f"{name}_weight_scale"] = unpack_ue8m0(own.sf)[..., :width].view(torch.uint8)
+    return tensors
+
+
 CHECKPOINTS = {
     "mxfp4": Checkpoint(_mxfp4, _mxfp4_tensors),
     "nvfp4": Checkpoint(_nvfp4, _nvfp4_tensors),
     "int4": Checkpoint(_int4, _int4_tensors),
+    "mxfp8": Checkpoint(_mxfp8, _mxfp8_tensors),
 }
 
 

@@ -1,11 +1,13 @@
 """vLLM serves a model of random weights, once with its experts in the kernel and once without.
 
-Its experts have DeepSeek-V4-Flash's sizes and format, MXFP4 (served_model.py). It is served three
-times, each in processes of its own: by deep_moe, by vLLM alone, and by vLLM with the experts'
-weights as BF16 numbers, which is the reference. All of them get the same prompts, and say how
-probable every token of them is. Needs GPUs, vLLM and an installed deep_moe; fetches nothing.
+Its experts have DeepSeek-V4-Flash's sizes, and its format, MXFP4, or another (served_model.py). It
+is served three times, each in processes of its own: by deep_moe, by vLLM alone, and by vLLM with
+the experts' weights as BF16 numbers, which is the reference. All of them get the same prompts, and
+say how probable every token of them is. Needs GPUs, vLLM and an installed deep_moe; fetches
+nothing.
 
     python examples/serve_vllm.py
+    python examples/serve_vllm.py --weights nvfp4
     python examples/serve_vllm.py --tensor-parallel-size 2    # experts spread over two GPUs
     python examples/serve_vllm.py --data-parallel-size 2      # and each with requests of its own
     python examples/serve_vllm.py --also DEEP_MOE_VLLM_PATH=low_latency    # and in three kernels
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from served_model import (
+    FORMATS,
     STEPS_BETWEEN_MOVES,
     add_engine_options,
     add_model_options,
@@ -42,8 +45,8 @@ def main() -> int:
         serve(arguments)
         return 0
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        quantized, reference = Path(folder, "mxfp4"), Path(folder, "bf16")
-        write_models(quantized, reference, arguments, "mxfp4")
+        quantized, reference = Path(folder, arguments.weights), Path(folder, "bf16")
+        write_models(quantized, reference, arguments, arguments.weights)
         runs = {
             "reference": run("reference", reference, arguments, {"DEEP_MOE_VLLM": "0"}),
             "vLLM": run("vLLM", quantized, arguments, {"DEEP_MOE_VLLM": "0"}),
@@ -59,6 +62,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_model_options(parser)
     add_engine_options(parser)
+    parser.add_argument("--weights", choices=FORMATS, default="mxfp4", help="of the experts")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of one engine")
     parser.add_argument("--data-parallel-size", type=int, default=1, help="engines")
     parser.add_argument("--attention-backend", help="vLLM's option of this name")

@@ -1,9 +1,8 @@
 """A model of random weights for the examples that serve one, and how near their results are.
 
 The model is Qwen3-MoE's, since its attention runs on any GPU that engines know. It is written
-twice, as checkpoints have it: with its experts in MXFP4 or FP8, and with their numbers in BF16,
-which is the reference. MXFP4 experts are those of a checkpoint that has nothing else quantized, or,
-under FP8's name as DeepSeek-V4 has them, of one whose other experts would be FP8.
+twice, as checkpoints have it: with its experts in one of `FORMATS`, and with their numbers in BF16,
+which is the reference. Nothing but experts is quantized.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -82,7 +81,7 @@ def variable(text: str) -> dict[str, str]:
 def write_models(
     quantized: Path, reference: Path, arguments: argparse.Namespace, weights: str
 ) -> None:
-    """weights: of the experts in `quantized`, "mxfp4", "fp8", or "mxfp4_in_fp8"."""
+    """weights: of the experts in `quantized`, one of `FORMATS`."""
     write_model(quantized, reference, arguments, weights, seed=0)
     if arguments.new_weights:
         write_model(after(quantized), after(reference), arguments, weights, seed=2)
@@ -151,24 +150,152 @@ def add_weight(
     stored: dict[str, torch.Tensor], key: str, weight: torch.Tensor, weights: str
 ) -> torch.Tensor:
     """Put a matrix into `stored` as a checkpoint has it; what its numbers then are, in bfloat16."""
-    if weights.startswith("mxfp4"):
-        values, scales = deep_moe.quantize_mxfp4(weight)
-        bytes_of_scales = unpack_ue8m0(scales).cpu()
-        if weights == "mxfp4":
-            stored[key] = values.view(torch.uint8).cpu()
-            stored[key + "_scale"] = bytes_of_scales
-        else:
-            stored[key] = values.view(torch.int8).cpu()
-            stored[key + "_scale_inv"] = bytes_of_scales.view(torch.float8_e8m0fnu)
-        return deep_moe.dequantize_mxfp4(values, scales, torch.bfloat16)
+    tensors, numbers = FORMATS[weights].write(weight)
+    for suffix, tensor in tensors.items():
+        stored[key.removesuffix(".weight") + suffix] = tensor.contiguous().cpu()
+    return numbers.bfloat16()
+
+
+Written = tuple[Mapping[str, torch.Tensor], torch.Tensor]
+
+
+class Format(NamedTuple):
+    """write: a matrix's tensors, by what their names end with, and its numbers. quantization: what
+    a config says of it, by the modules that are not quantized."""
+
+    write: Callable[[torch.Tensor], Written]
+    quantization: Callable[[list[str]], dict[str, Any]]
+
+
+def mxfp4(weight: torch.Tensor) -> Written:
+    values, scales = deep_moe.quantize_mxfp4(weight)
+    tensors = {".weight": values.view(torch.uint8), ".weight_scale": unpack_ue8m0(scales)}
+    return tensors, deep_moe.dequantize_mxfp4(values, scales)
+
+
+def mxfp4_in_fp8(weight: torch.Tensor) -> Written:
+    tensors, numbers = mxfp4(weight)
+    scales = tensors[".weight_scale"].view(torch.float8_e8m0fnu)
+    return {".weight": tensors[".weight"].view(torch.int8), ".weight_scale_inv": scales}, numbers
+
+
+def fp8(weight: torch.Tensor) -> Written:
+    """With a scale for 128 x 128 values."""
     blocks = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
-    # Powers of two, so that BF16 holds the numbers.
-    scale = (blocks.abs().amax((1, 3), keepdim=True) / 448).log2().ceil().exp2()
+    scale = power_of_two(blocks.abs().amax((1, 3), keepdim=True) / 448)
     values = (blocks / scale).reshape(weight.shape).to(torch.float8_e4m3fn)
-    stored[key] = values.cpu()
-    stored[key + "_scale_inv"] = scale.squeeze(3).squeeze(1).contiguous().cpu()
     numbers = values.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128)) * scale
-    return numbers.reshape(weight.shape).bfloat16()
+    scales = scale.squeeze(3).squeeze(1)
+    return {".weight": values, ".weight_scale_inv": scales}, numbers.reshape(weight.shape)
+
+
+def fp8_rows(weight: torch.Tensor) -> Written:
+    scale = power_of_two(weight.float().abs().amax(1, keepdim=True) / 448)
+    values = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {".weight": values, ".weight_scale": scale}, values.float() * scale
+
+
+def mxfp8(weight: torch.Tensor) -> Written:
+    values, scales = deep_moe.quantize_mxfp8(weight)
+    width = weight.shape[1] // 32
+    tensors = {".weight": values, ".weight_scale": unpack_ue8m0(scales)[:, :width]}
+    return tensors, deep_moe.dequantize_mxfp8(values, scales)
+
+
+def nvfp4(weight: torch.Tensor) -> Written:
+    made = deep_moe.quantize_nvfp4(weight)
+    # Equal for gate and up, as vLLM's own method takes gate's for both, and a power of two, so that
+    # BF16 holds the numbers. The matrix is then some other random one.
+    scale = (weight.float().std() * 4 / 2688).log2().round().exp2()
+    tensors = {
+        ".weight": made.weight.view(torch.uint8),
+        ".weight_scale": made.sf,
+        ".weight_scale_2": scale,
+    }
+    return tensors, deep_moe.dequantize_nvfp4(made.weight, made.sf, scale.reshape(1))
+
+
+def int4(weight: torch.Tensor) -> Written:
+    """In groups of 32."""
+    values, scales = deep_moe.quantize_int4(weight)
+    tensors = {
+        ".weight_packed": values.view(torch.int32),
+        ".weight_scale": scales,
+        ".weight_shape": torch.tensor(weight.shape),
+    }
+    return tensors, deep_moe.dequantize_int4(values, scales)
+
+
+def power_of_two(scale: torch.Tensor) -> torch.Tensor:
+    """Not below `scale`, so that BF16 holds the numbers that it makes."""
+    return scale.log2().ceil().exp2()
+
+
+def config_of_fp8(ignored: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "ignored_layers": ignored,
+        "modules_to_not_convert": ignored,
+    }
+
+
+def modelopt(algorithm: str, ignored: list[str], weights: dict[str, Any]) -> dict[str, Any]:
+    """As ModelOpt has it for weights alone."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": algorithm,
+        "group_size": weights["group_size"],
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+    }
+
+
+def compressed(
+    style: str, ignored: list[str], weights: dict[str, Any], activations: dict[str, Any] | None
+) -> dict[str, Any]:
+    """As compressed-tensors has it."""
+    weights = weights | {"symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": style,
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+    }
+
+
+FLOAT4, FLOAT8 = ({"num_bits": bits, "type": "float"} for bits in (4, 8))
+WHOLE_TOKENS = FLOAT8 | {"strategy": "token", "symmetric": True, "dynamic": True}
+# MXFP4 is that of a checkpoint that has nothing else quantized, or, under FP8's name as DeepSeek-V4
+# has it, of one whose other experts would be FP8.
+FORMATS = {
+    "mxfp4": Format(mxfp4, lambda ignored: {"quant_method": "mxfp4"}),
+    "mxfp4_in_fp8": Format(
+        mxfp4_in_fp8,
+        lambda ignored: config_of_fp8(ignored) | {"routed_experts_quant_method": "mxfp4"},
+    ),
+    "fp8": Format(fp8, config_of_fp8),
+    "fp8_rows": Format(
+        fp8_rows,
+        lambda ignored: compressed(
+            "float-quantized", ignored, FLOAT8 | {"strategy": "channel"}, WHOLE_TOKENS
+        ),
+    ),
+    "mxfp8": Format(mxfp8, lambda ignored: modelopt("MXFP8", ignored, FLOAT8 | {"group_size": 32})),
+    "nvfp4": Format(nvfp4, lambda ignored: modelopt("NVFP4", ignored, FLOAT4 | {"group_size": 16})),
+    "int4": Format(
+        int4,
+        lambda ignored: compressed(
+            "pack-quantized",
+            ignored,
+            {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+            None,
+        ),
+    ),
+}
 
 
 def model_config(arguments: argparse.Namespace, weights: str | None) -> dict[str, Any]:
@@ -195,24 +322,15 @@ def model_config(arguments: argparse.Namespace, weights: str | None) -> dict[str
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-    if weights == "mxfp4":
-        config["quantization_config"] = {"quant_method": "mxfp4"}
-    elif weights is not None:
+    if weights is not None:
         attention = [
             f"model.layers.{layer}.self_attn.{name}_proj"
             for layer in range(arguments.layers)
             for name in "qkvo"
         ]
         gates = [f"model.layers.{layer}.mlp.gate" for layer in range(arguments.layers)]
-        config["quantization_config"] = {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [128, 128],
-            "ignored_layers": ["lm_head", *attention, *gates],
-            "modules_to_not_convert": ["lm_head", *attention, *gates],
-        }
-        if weights == "mxfp4_in_fp8":
-            config["quantization_config"]["routed_experts_quant_method"] = "mxfp4"
+        ignored = ["lm_head", *attention, *gates]
+        config["quantization_config"] = FORMATS[weights].quantization(ignored)
     return config
 
 

@@ -138,7 +138,11 @@ E, H, I = 2, 256, 128  # noqa: E741
 
 
 def drawn(weights: str, num_rows: int, num_columns: int, num_matrices: int) -> LayerWeights:
-    """Codes of four bits, and scales."""
+    """Codes of four bits or E4M3, and scales."""
+    if weights == "mxfp8":
+        values = torch.randn(E, num_rows, num_columns).to(torch.float8_e4m3fn)
+        exponents = torch.randint(115, 125, (E, num_rows, num_columns // 32), dtype=torch.uint8)
+        return LayerWeights(values, pack_ue8m0(exponents))
     packed = torch.randint(-128, 128, (E, num_rows, num_columns // 2), dtype=torch.int8)
     if weights == "int4":
         return LayerWeights(packed, torch.rand(E, num_rows, num_columns // 32).bfloat16() + 1)
@@ -148,6 +152,7 @@ def drawn(weights: str, num_rows: int, num_columns: int, num_matrices: int) -> L
 
 def _take(device: torch.device, weights: str) -> None:
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
     from vllm.model_executor.layers.quantization import modelopt
@@ -159,8 +164,13 @@ def _take(device: torch.device, weights: str) -> None:
         return lambda **_: (backend, MarlinExperts)
 
     modelopt.select_nvfp4_moe_backend = marlin(NvFp4MoeBackend.MARLIN)
+    modelopt.select_mxfp8_moe_backend = marlin(Fp8MoeBackend.MARLIN)
     wna16.select_wna16_moe_backend = marlin(WNA16MoEBackend.MARLIN)
-    for method in (modelopt.ModelOptNvFp4FusedMoE, wna16.CompressedTensorsWNA16MoEMethod):
+    for method in (
+        modelopt.ModelOptNvFp4FusedMoE,
+        modelopt.ModelOptMxFp8FusedMoE,
+        wna16.CompressedTensorsWNA16MoEMethod,
+    ):
         method.process_weights_after_loading = lambda *_: None
     shape: Any = SimpleNamespace(
         weights=weights,
@@ -185,12 +195,17 @@ def _take(device: torch.device, weights: str) -> None:
             assert words[k // 8] >> 4 * (k % 8) & 15 == codes[k // 2] >> 4 * (k % 2) & 15
         assert torch.equal(loaded.w2_weight_scale, layer.l2.sf)
         return
+    if weights == "mxfp8":
+        assert torch.equal(loaded.w13_weight.float(), layer.l1.weight.float())
+        assert torch.equal(pack_ue8m0(loaded.w13_weight_scale), layer.l1.sf)
+        assert torch.equal(pack_ue8m0(loaded.w2_weight_scale), layer.l2.sf)
+        return
     assert torch.equal(loaded.w2_weight.view(torch.int8), layer.l2.weight)
     assert torch.equal(loaded.w13_weight_scale.float(), layer.l1.sf.float())
     assert loaded.w13_weight_scale_2.tolist() == [[0.5, 0.5]] * E
     assert loaded.w2_weight_scale_2.tolist() == [0.5 * 0.75 / 0.5] * E
 
 
-@pytest.mark.parametrize("weights", ["nvfp4", "int4"])
+@pytest.mark.parametrize("weights", ["nvfp4", "int4", "mxfp8"])
 def test_vllm_takes_weights_of_other_formats(weights: str) -> None:
     run_on_ranks(_take, 1, "cpu", weights)

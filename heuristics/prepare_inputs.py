@@ -33,7 +33,8 @@ class PrepareInputsConfig:
 
     quantizes: whether tokens become E4M3 or E2M1; else they stay BF16. has_float_scales: with a
     float32 scale for 128 values; else with a UE8M0 scale for 32. has_int32_topk_idx: else int64.
-    has_bf16_topk_weights: else float32. num_expert_copies: columns of the expert map, 0 for none.
+    has_bf16_topk_weights: else float32. masks_padding: True in the mask is padding; else False is.
+    num_expert_copies: columns of the expert map, 0 for none.
     num_chunks_per_lane: loads of 16 bytes that each lane has under way at once. num_row_chunks: of
     8 values in a row of x, if the buffer's rows do not follow each other without gaps;
     num_buffer_row_chunks, num_buffer_row_scales: from one of its rows to the next.
@@ -53,6 +54,7 @@ class PrepareInputsConfig:
     has_int32_topk_idx: bool = False
     has_bf16_topk_weights: bool = False
     has_token_mask: bool = False
+    masks_padding: bool = False
     num_expert_copies: int = 0
     has_int64_expert_map: bool = False
     has_expert_load: bool = False

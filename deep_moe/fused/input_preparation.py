@@ -167,6 +167,7 @@ def route_and_prepare_inputs(
     *,
     correction_bias: torch.Tensor | None = None,
     token_mask: torch.Tensor | None = None,
+    padding_mask: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
     expert_load: torch.Tensor | None = None,
     token_scale: torch.Tensor | None = None,
@@ -187,6 +188,8 @@ def route_and_prepare_inputs(
         router: the rule.
         correction_bias: float32 [experts], added to scores where experts are chosen.
         token_mask: as `prepare_inputs` has it.
+        padding_mask: in place of token_mask, bool [tokens], as vLLM has it: where it is True, all
+            slots become -1.
         expert_map: as `prepare_inputs` has it.
         expert_load: as `prepare_inputs` has it.
         token_scale: as `prepare_inputs` has it.
@@ -203,6 +206,7 @@ def route_and_prepare_inputs(
         "router_logits": router_logits,
         "correction_bias": correction_bias,
         "token_mask": token_mask,
+        "padding_mask": padding_mask,
         "expert_map": expert_map,
         "expert_load": expert_load,
         "token_scale": token_scale,
@@ -249,6 +253,7 @@ def route_and_prepare_inputs(
             expert_map,
             expert_load,
             token_scale,
+            padding_mask,
         )
 
 
@@ -418,7 +423,7 @@ torch.library.define(
     "Tensor(c!) input_topk_idx, Tensor(d!) input_topk_weights, str scoring, bool renormalize, "
     "int num_groups, int num_chosen_groups, float scale, Tensor? correction_bias=None, "
     "str? arch=None, Tensor? token_mask=None, Tensor? expert_map=None, "
-    "Tensor(e!)? expert_load=None, Tensor? token_scale=None) -> ()",
+    "Tensor(e!)? expert_load=None, Tensor? token_scale=None, Tensor? padding_mask=None) -> ()",
 )
 _route_and_prepare_inputs_op = torch.ops.deep_moe.route_and_prepare_inputs.default
 
@@ -441,10 +446,12 @@ def _route_and_prepare_inputs(
     expert_map: torch.Tensor | None = None,
     expert_load: torch.Tensor | None = None,
     token_scale: torch.Tensor | None = None,
+    padding_mask: torch.Tensor | None = None,
 ) -> None:
     optional = {
         "correction_bias": correction_bias,
         "token_mask": token_mask,
+        "padding_mask": padding_mask,
         "expert_map": expert_map,
         "expert_load": expert_load,
         "token_scale": token_scale,
@@ -470,17 +477,22 @@ def _route_and_prepare_inputs(
         check_tokens(x, input_x)
         check_logits(router_logits, correction_bias, router, x.shape[0], input_topk_idx)
         check_routing(token_mask, expert_map, expert_load, x.shape[0], input_x.device)
+        if padding_mask is not None:
+            if token_mask is not None:
+                raise ValueError("padding_mask must be None beside a token_mask; got a tensor")
+            check_mask("padding_mask", padding_mask, x.shape[0], input_x.device)
         check_token_scale(token_scale, input_x)
         config = _config(
             torch.int64,
             torch.float32,
-            token_mask,
+            padding_mask if token_mask is None else token_mask,
             expert_map,
             expert_load,
             (input_x, input_x_sf),
             arch,
             has_token_scale=token_scale is not None,
-            router_fields=_router_fields(router, router_logits, correction_bias),
+            router_fields=_router_fields(router, router_logits, correction_bias)
+            | {"masks_padding": padding_mask is not None},
         )
         num_slots = x.shape[0] * input_topk_idx.shape[1]
         plan = _plans.put(key, _make_plan(config, x, num_slots, input_x.device))
@@ -493,7 +505,11 @@ def _route_and_prepare_inputs(
         input_x_sf=input_x_sf.data_ptr(),
         input_topk_idx=input_topk_idx.data_ptr(),
         input_topk_weights=input_topk_weights.data_ptr(),
-        **{name: tensor.data_ptr() for name, tensor in tensors.items() if name != "x"},
+        **{
+            "token_mask" if name == "padding_mask" else name: tensor.data_ptr()
+            for name, tensor in tensors.items()
+            if name != "x"
+        },
         num_chunks=plan.num_chunks,
         num_slots=plan.num_slots,
         num_topk=input_topk_idx.shape[1],
@@ -596,8 +612,7 @@ def check_routing(
 ) -> None:
     """Raise if the form of one that is there is not allowed."""
     if token_mask is not None:
-        check_tensor("token_mask", token_mask, torch.bool, (num_tokens,), device)
-        check_contiguous("token_mask", token_mask)
+        check_mask("token_mask", token_mask, num_tokens, device)
     if expert_map is not None:
         if expert_map.ndim not in (1, 2) or expert_map.numel() == 0:
             raise ValueError(
@@ -613,6 +628,12 @@ def check_routing(
             )
         check_tensor("expert_load", expert_load, torch.int32, tuple(expert_load.shape), device)
         check_contiguous("expert_load", expert_load)
+
+
+def check_mask(name: str, mask: torch.Tensor, num_tokens: int, device: torch.device) -> None:
+    """Raise if its form is not allowed."""
+    check_tensor(name, mask, torch.bool, (num_tokens,), device)
+    check_contiguous(name, mask)
 
 
 def check_token_scale(token_scale: torch.Tensor | None, input_x: torch.Tensor) -> None:

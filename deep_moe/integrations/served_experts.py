@@ -8,7 +8,8 @@ expert-major, so such a balancer can permute experts in place. Nothing waits for
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -16,7 +17,7 @@ from deep_moe.biases.per_expert import MegaMoEBiases, transform_biases_for_mega_
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import DeepMoEError
 from deep_moe.formats.sizes import K_BLOCK
-from deep_moe.fused.input_preparation import prepare_inputs
+from deep_moe.fused.input_preparation import prepare_inputs, route_and_prepare_inputs
 from deep_moe.fused.mega_moe import mega_moe
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.targets import TARGETS, choose_config, target_for, target_of_capability
@@ -46,10 +47,21 @@ if TYPE_CHECKING:
 
     from deep_moe.activations import Activation
     from deep_moe.fused.buffer import SymmBuffer
+    from deep_moe.heuristics.router import Router
+
+
+class RoutedTokens(NamedTuple):
+    """That a layer has routed into a buffer. owner: the layer's own object."""
+
+    owner: object
+    address: int
+    num_tokens: int
+
 
 # Of all models of this process: a draft model's layers of the same sizes take the same buffer.
 buffers = SharedBuffers()
 kernels = KernelsAhead()
+_routed: WeakKeyDictionary[SymmBuffer, RoutedTokens] = WeakKeyDictionary()
 
 
 class ServedExperts:
@@ -99,6 +111,7 @@ class ServedExperts:
         self.num_local_experts = sizes.num_experts // num_ranks
         self.weights: MegaMoEWeights | None = None
         self.biases: MegaMoEBiases | None = None
+        self._owner = object()
         self._is_mixed = False  # of old and new weights, when some that replace others failed
 
     def load(
@@ -298,26 +311,28 @@ class ServedExperts:
         the group must call this; tokens may be 0.
 
         x: as y. topk_ids: int32 or int64 [tokens, topk], places of experts, -1 for none.
-        topk_weights: float32 or bfloat16 [tokens, topk].
+        topk_weights: float32 or bfloat16 [tokens, topk]. Or both as `route` has returned them for
+        x: the tokens are prepared then.
         expected_tokens_per_rank: the mean over ranks, by default this rank's own number.
         """
         weights = self.whole_weights()
         num_tokens = x.shape[0]
-        if num_tokens > self.max_tokens_per_rank:
-            raise ValueError(
-                f"x must have at most {self.max_tokens_per_rank} tokens, the engine's limit of a "
-                f"step; got {num_tokens}"
+        buffer = self._buffer_for(num_tokens)
+        if num_tokens and topk_ids.data_ptr() == buffer.topk_idx.data_ptr():
+            if _routed.get(buffer) != self._tokens(x):
+                raise DeepMoEError(
+                    "topk_ids lie in the buffer of the kernel's inputs, where other tokens were "
+                    "prepared since: copy them to use them later"
+                )
+        elif num_tokens:
+            _routed.pop(buffer, None)
+            prepare_inputs(
+                x.contiguous(),
+                topk_ids.contiguous(),
+                topk_weights.contiguous(),
+                buffer,
+                arch=self.arch,
             )
-        buffer = self.buffer()
-        if not kernels.are_compiled:
-            kernels.wait()
-        prepare_inputs(
-            x.contiguous(),
-            topk_ids.contiguous(),
-            topk_weights.contiguous(),
-            buffer,
-            arch=self.arch,
-        )
         # Said always, so that the tile follows from the step's size alone: a graph is captured with
         # the one that its replays need.
         expected = num_tokens if expected_tokens_per_rank is None else expected_tokens_per_rank
@@ -331,6 +346,51 @@ class ServedExperts:
             expected_tokens_per_rank=min(max(expected, 1), self.max_tokens_per_rank),
             arch=self.arch,
         )
+
+    def route(
+        self,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        router: Router,
+        *,
+        correction_bias: torch.Tensor | None = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts of tokens that `run` gets next, and prepare these in the same launch.
+
+        x: as `run` gets it. The others: as `route_and_prepare_inputs` has them.
+
+        Returns topk_weights and topk_ids, which lie in the buffer: until other tokens are prepared.
+        """
+        num_tokens = x.shape[0]
+        buffer = self._buffer_for(num_tokens)
+        _routed.pop(buffer, None)
+        route_and_prepare_inputs(
+            x.contiguous(),
+            router_logits,
+            buffer,
+            router,
+            correction_bias=correction_bias,
+            padding_mask=padding_mask,
+            arch=self.arch,
+        )
+        _routed[buffer] = self._tokens(x)
+        return buffer.topk_weights[:num_tokens], buffer.topk_idx[:num_tokens]
+
+    def _tokens(self, x: torch.Tensor) -> RoutedTokens:
+        return RoutedTokens(self._owner, x.data_ptr(), x.shape[0])
+
+    def _buffer_for(self, num_tokens: int) -> SymmBuffer:
+        """The buffer, when its kernels are there. Raises ValueError for too many tokens."""
+        if num_tokens > self.max_tokens_per_rank:
+            raise ValueError(
+                f"x must have at most {self.max_tokens_per_rank} tokens, the engine's limit of a "
+                f"step; got {num_tokens}"
+            )
+        buffer = self.buffer()
+        if not kernels.are_compiled:
+            kernels.wait()
+        return buffer
 
     def prepare(self) -> None:
         """Before serving, and before an engine looks how much memory is left: make the buffer, and

@@ -16,6 +16,7 @@ from deep_moe.activations import Swiglu, SwigluOai
 from deep_moe.compat.deep_gemm.operands import packed_weights
 from deep_moe.errors import DeepMoEError, MegaMoETimeoutError
 from deep_moe.formats.block_scaled import unpack_ue8m0
+from deep_moe.heuristics.router import Router
 from deep_moe.integrations import served_experts
 from deep_moe.integrations.served_experts import ServedExperts, arch_on
 from deep_moe.integrations.shared_buffers import LayerSizes
@@ -61,6 +62,52 @@ def call(layer: ServedExperts, ids: torch.Tensor) -> torch.Tensor:
 
 
 IDS = torch.tensor([[0, 1], [2, 3], [3, -1]])
+
+
+def logits_and_x(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 256, generator=generator).bfloat16()
+    return torch.randn(num_tokens, 4, generator=generator), x
+
+
+def test_tokens_that_were_routed_are_not_prepared_again(monkeypatch):
+    layer = served("sm_90a")
+    logits, x = logits_and_x(3)
+    y, expected = torch.empty_like(x), torch.empty_like(x)
+    weights, ids = layer.route(x, logits, Router())
+    assert torch.equal(ids, logits.topk(2)[1])
+    given = ids.clone(), weights.clone()
+    with monkeypatch.context() as patch:
+        patch.setattr(served_experts, "prepare_inputs", None)
+        layer.run(y, x, ids, weights)
+    layer.run(expected, x, *given)
+    assert torch.equal(y, expected)
+    assert bool(y.any())
+
+
+@pytest.mark.parametrize("between", ["another layer", "other tokens", "a call"])
+def test_what_lies_in_the_buffer_is_refused_when_other_tokens_are_there(between):
+    layer, other = served("sm_90a"), served("sm_90a", seed=1)
+    assert layer.buffer() is other.buffer()
+    logits, x = logits_and_x(3)
+    weights, ids = layer.route(x, logits, Router())
+    y = torch.empty_like(x)
+    if between == "another layer":
+        other.route(x, logits, Router())
+    elif between == "other tokens":
+        layer.route(x.clone(), logits, Router())
+    else:
+        layer.run(y, x, ids.clone(), weights.clone())
+    with pytest.raises(DeepMoEError, match="other tokens were prepared since"):
+        layer.run(y, x, ids, weights)
+
+
+def test_routing_no_tokens():
+    layer = served("sm_90a")
+    logits, x = logits_and_x(0)
+    weights, ids = layer.route(x, logits, Router())
+    assert ids.shape == weights.shape == (0, 2)
+    layer.run(torch.empty_like(x), x, ids, weights)
 
 
 @parametrize("arch", ["sm_90a", "sm_100a"], everyday=["sm_90a"])

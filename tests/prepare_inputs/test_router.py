@@ -174,6 +174,14 @@ def test_a_tokens_experts_do_not_depend_on_other_tokens(target: Target) -> None:
         assert torch.equal(bits(its_weights[0]), bits(weights[token]))
 
 
+def test_padding_as_vllm_marks_it(target: Target) -> None:
+    logits = logits_of(64, torch.float32)
+    padding = torch.arange(NUM_TOKENS) >= 7
+    _, experts, _ = routed(target, Router(), logits, padding_mask=padding.to(target.device))
+    chosen, _ = expected(Router(), logits, None, NUM_TOPK)
+    assert torch.equal(experts, chosen.where(~padding[:, None], -1))
+
+
 def test_padded_tokens_places_and_counters(target: Target) -> None:
     logits = logits_of(64, torch.float32)
     mask = torch.arange(NUM_TOKENS) != 5
@@ -299,6 +307,12 @@ def test_rules_that_are_none(arguments: dict[str, Any], message: str) -> None:
             f"router must leave at least {NUM_TOPK} experts to choose from; got 2",
         ),
         ({"x": torch.zeros(3, 128).bfloat16()}, "x must have shape (3, 256)"),
+        ({"padding_mask": torch.zeros(2).bool()}, "padding_mask must have shape (3,)"),
+        ({"padding_mask": torch.zeros(3)}, "padding_mask must be"),
+        (
+            {"padding_mask": torch.zeros(3).bool(), "token_mask": torch.ones(3).bool()},
+            "padding_mask must be None beside a token_mask",
+        ),
     ],
 )
 def test_arguments_that_are_refused(changed: dict[str, Any], message: str) -> None:

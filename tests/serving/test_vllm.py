@@ -128,7 +128,7 @@ def make_runner(weights: str, **arguments: Any) -> Any:
 
     return FusedMoEFactory(
         num_experts=EXPERTS,
-        top_k=TOPK,
+        top_k=arguments.pop("top_k", TOPK),
         hidden_size=HIDDEN,
         intermediate_size=arguments.pop("intermediate_size", INTERMEDIATE),
         params_dtype=torch.bfloat16,

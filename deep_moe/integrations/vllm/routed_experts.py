@@ -43,6 +43,7 @@ from ..unsupported import UnsupportedError
 from .all_to_all import make_step_kernel
 from .experts import make_kernel
 from .forms import form_of
+from .routing import route_in_preparation
 from .shares import on_own_share
 from .support import Plan, check_steps, plan_of
 
@@ -195,7 +196,9 @@ class DeepMoEMethod(FusedMoEMethodBase):
         self.plan = plan
         self.arch = arch
         self.is_in_steps = path == LOW_LATENCY
-        self.is_dummy = get_current_vllm_config().load_config.load_format == _DUMMY
+        config = get_current_vllm_config()
+        self.is_dummy = config.load_config.load_format == _DUMMY
+        self.runners = config.compilation_config.static_forward_context
         self.served: ServedExperts | None = None
         self.parameters: KernelParameters | None = None  # that are the kernel's own tensors
         self.is_rounded_up = False
@@ -288,13 +291,30 @@ class DeepMoEMethod(FusedMoEMethodBase):
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         ranks = f", {self.plan.num_ranks} ranks" if self.plan.num_ranks > 1 else ""
         path = ", low-latency steps" if self.is_in_steps else ""
+        routed = ", chosen where tokens are prepared" if self._routes(layer) else ""
         logger.info(
-            "%s: experts run by deep_moe (%s%s%s)",
+            "%s: experts run by deep_moe (%s%s%s%s)",
             layer.layer_name,
             self.form.weights,
             ranks,
             path,
+            routed,
         )
+
+    def _routes(self, layer: RoutedExperts) -> bool:
+        """Take the rule of the layer's router over, where the kernel gets tokens as the router
+        does; whether that is so."""
+        if (
+            self.is_in_steps
+            or self.plan.num_sharers > 1
+            or layer.apply_router_weight_on_input
+            or self.served is None
+        ):
+            return False
+        runner = self.runners.get(layer.layer_name)
+        if runner is None or runner.routed_experts is not layer:
+            return False
+        return route_in_preparation(runner.router, self.served)
 
     def _laid_out(self, layer: RoutedExperts, *, are_made_up: bool) -> ServedExperts:
         """Its weights as the kernel reads them, or UnsupportedError."""

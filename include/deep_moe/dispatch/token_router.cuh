@@ -163,7 +163,7 @@ class TokenRouter {
     // Which does not depend on other experts' logits.
     static __device__ float score_alone(float logit) {
         if constexpr (Config::router_scoring == sigmoid_scoring) {
-            return __fdiv_rn(1.0f, 1.0f + __expf(-logit));
+            return __frcp_rn(1.0f + __expf(-logit));
         } else {
             return __fsqrt_rn(logit > 20.0f ? logit : log1pf(expf(logit)));
         }

@@ -13,12 +13,14 @@ nothing.
     python examples/serve_vllm.py --also DEEP_MOE_VLLM_PATH=low_latency    # and in three kernels
     python examples/serve_vllm.py --data-parallel-size 2 --redundant-experts 4  # experts move
     python examples/serve_vllm.py --new-weights     # and replaces them while it runs
+    python examples/serve_vllm.py --sleep           # and sleeps in between
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import tempfile
 from pathlib import Path
@@ -38,6 +40,9 @@ from served_model import (
     write_models,
 )
 
+SLEEP_LEVELS = 1, 2  # what weights were is kept in the host's memory; or is loaded anew
+ALLOWED_AFTER_SLEEP = 1e-3  # difference of log-probabilities: a step may be cut otherwise
+
 
 def main() -> int:
     arguments = parsed()
@@ -53,7 +58,9 @@ def main() -> int:
         }
 
         def by_deep_moe(name: str, variables: dict[str, str]) -> dict[str, Any]:
-            return run(name, quantized, arguments, {"DEEP_MOE_VLLM": "1"} | variables)
+            served = run(name, quantized, arguments, {"DEEP_MOE_VLLM": "1"} | variables)
+            check_slept(name, served)
+            return served
 
         return serve_own(arguments, runs, by_deep_moe, **engine_checks(arguments))
 
@@ -67,7 +74,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--data-parallel-size", type=int, default=1, help="engines")
     parser.add_argument("--attention-backend", help="vLLM's option of this name")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument(
+        "--sleep",
+        action="store_true",
+        help="let the engine with deep_moe sleep and wake, at each of vLLM's levels, and ask again",
+    )
     arguments = parser.parse_args()
+    if arguments.sleep and arguments.data_parallel_size > 1:
+        parser.error("--sleep needs --data-parallel-size 1")
     if arguments.prompts % arguments.data_parallel_size:
         parser.error("--prompts must be a multiple of --data-parallel-size")
     return arguments
@@ -107,6 +121,7 @@ def serve(arguments: argparse.Namespace) -> None:
     prompts = prompts_of(arguments)[envs.VLLM_DP_RANK * share :][:share]
     length = arguments.prompt_tokens + arguments.new_tokens
     num_gpus = arguments.tensor_parallel_size * arguments.data_parallel_size
+    sleeps = arguments.sleep and os.environ["DEEP_MOE_VLLM"] == "1"
     llm = LLM(
         model=str(arguments.serve),
         skip_tokenizer_init=True,
@@ -118,6 +133,7 @@ def serve(arguments: argparse.Namespace) -> None:
         tensor_parallel_size=arguments.tensor_parallel_size,
         enable_expert_parallel=num_gpus > 1,
         enable_prefix_caching=False,
+        enable_sleep_mode=sleeps,
         **load_balancing(arguments.redundant_experts),
         attention_backend=arguments.attention_backend,
         enforce_eager=arguments.eager,
@@ -159,10 +175,44 @@ def serve(arguments: argparse.Namespace) -> None:
         }
 
     result = served()
+    if sleeps:
+        result["slept"] = []
+        for level in SLEEP_LEVELS:
+            sleep(llm, level, arguments.serve)
+            result["slept"].append(difference(result, served()))
     if arguments.new_weights:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(after(arguments.serve))})
         result |= with_new_weights(served())
     arguments.out.write_text(json.dumps(result))
+
+
+def sleep(llm: Any, level: int, model: Path) -> None:
+    """And wake up again, with the weights of `model`."""
+    llm.sleep(level=level)
+    llm.wake_up(tags=["weights"])
+    if level == 2:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+    llm.wake_up(tags=["kv_cache"])
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> float:
+    """The largest of two log-probabilities; infinite if other tokens were made."""
+    if before["tokens"] != after["tokens"]:
+        return float("inf")
+    return max(
+        abs(x - y)
+        for key in ("prompts", "decoded")
+        for a, b in zip(before[key], after[key], strict=True)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def check_slept(name: str, served: dict[str, Any]) -> None:
+    for level, found in zip(SLEEP_LEVELS, served.get("slept", ()), strict=False):
+        text = f"{name}: after sleep at level {level}, log-probabilities differ by {found:g}"
+        print(text)
+        if not found <= ALLOWED_AFTER_SLEEP:
+            raise SystemExit(f"{text}, more than {ALLOWED_AFTER_SLEEP}")
 
 
 def load_balancing(redundant_experts: int | None) -> dict[str, Any]:

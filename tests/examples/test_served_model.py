@@ -8,7 +8,8 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -196,3 +197,66 @@ def test_more_runs_have_their_variables(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--also", "A"])
     assert "must be VARIABLE=VALUE; got 'A'" in capsys.readouterr().err
+
+
+class SleepingLlm:
+    """vLLM's, which forgets its weights at level 2, until they are loaded."""
+
+    def __init__(self, **options: Any) -> None:
+        assert options["enable_sleep_mode"]
+        self.calls: list[Any] = []
+        self.shift = 0.0
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(level)
+        self.shift = 1.0 if level == 2 else self.shift
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(tags)
+
+    def collective_rpc(self, method: str, kwargs: dict[str, str]) -> None:
+        assert method == "reload_weights"
+        self.shift = float(os.environ.get("SHIFT_OF_TEST", "0"))
+
+    def generate(self, prompts: list[dict[str, list[int]]], options: Any) -> list[Any]:
+        def step(token: int) -> dict[int, Any]:
+            return {token: SimpleNamespace(logprob=self.shift - token / 1000)}
+
+        new = SimpleNamespace(token_ids=[1, 2], logprobs=[step(1), step(2)])
+        return [
+            SimpleNamespace(
+                prompt_logprobs=[step(t) for t in one["prompt_token_ids"]], outputs=[new]
+            )
+            for one in prompts
+        ]
+
+
+@pytest.mark.parametrize(("shift", "found"), [("0", [0.0, 0.0]), ("0.25", [0.0, 0.25])])
+def test_an_engine_that_sleeps_is_asked_again(shift, found, tmp_path, monkeypatch):
+    serve_vllm = example("serve_vllm", monkeypatch)
+    envs = SimpleNamespace(VLLM_DP_RANK=0)
+    fake = SimpleNamespace(LLM=SleepingLlm, SamplingParams=lambda **_: None, envs=envs)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setenv("DEEP_MOE_VLLM", "1")
+    monkeypatch.setenv("SHIFT_OF_TEST", shift)
+    out = tmp_path / "out.json"
+    words = [
+        "--sleep",
+        "--new-tokens",
+        "2",
+        "--prompts",
+        "2",
+        "--serve",
+        "model",
+        "--out",
+        str(out),
+    ]
+    monkeypatch.setattr(sys, "argv", ["serve_vllm.py", *words])
+    assert serve_vllm.main() == 0
+    served = json.loads(out.read_text())
+    assert served["slept"] == found
+    if shift == "0":
+        serve_vllm.check_slept("deep_moe", served)
+    else:
+        with pytest.raises(SystemExit, match=r"deep_moe: after sleep at level 2, .* by 0.25, more"):
+            serve_vllm.check_slept("deep_moe", served)

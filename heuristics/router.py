@@ -24,7 +24,7 @@ class Router:
 
     Attributes:
         scoring: "softmax" over all experts, "sigmoid", or "sqrt_softplus", the root of
-            log(1 + exp(logit)).
+            log(1 + exp(logit)), where the sum is rounded: scores below 0.01 are coarse.
         renormalize: weights are divided by their sum.
         num_groups: groups of neighbouring experts, of which each has as many, 1 to 32.
         num_chosen_groups: groups that a token's experts are from, 1 to num_groups. A group is as

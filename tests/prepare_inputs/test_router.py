@@ -366,3 +366,28 @@ def test_experts_and_weights_are_vllms_bit_for_bit(
             )
         assert torch.equal(buffer.topk_idx.int(), ids)
         assert torch.equal(bits(buffer.topk_weights), bits(weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_experts", [256, 384])
+def test_deepseek_v4s_experts_and_weights_are_vllms_bit_for_bit(num_experts: int) -> None:
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.fused_moe.router.dsv4_topk import dsv4_topk
+
+    x = torch.randn(512, 256, device="cuda").bfloat16()
+    logits = 3 * torch.randn(512, num_experts, device="cuda")
+    logits[:256] = logits[:256].bfloat16()  # of which some are equal
+    logits[1, 3], logits[2], logits[3, 5], logits[4] = torch.nan, torch.nan, 90.0, -torch.inf
+    bias = torch.randn(num_experts, device="cuda") / 4
+    bias[::2] = 0.5
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        None, num_experts, 512, 6, 256, 128, device="cuda"
+    )
+    for scale in (1.0, 1.5):
+        router = Router("sqrt_softplus", scale=scale)
+        deep_moe.route_and_prepare_inputs(x, logits, buffer, router, correction_bias=bias)
+        weights, ids = dsv4_topk(logits, bias, torch.int64, scale)
+        assert torch.equal(buffer.topk_idx, ids)
+        own, numbers = buffer.topk_weights, ~weights.isnan()
+        assert torch.equal(own.isnan(), ~numbers)
+        assert torch.equal(bits(own[numbers]), bits(weights[numbers]))

@@ -188,6 +188,16 @@ def test_other_routers_are_vllms(name):
     assert rule_of(made[name]) is None
 
 
+def test_deepseek_v4s_rule_is_one():
+    from deep_moe.integrations.vllm.routing import rule_of
+
+    sizes = {"top_k": 6, "global_num_experts": 256, "scoring_func": "sqrtsoftplus"}
+    rule, bias = Router("sqrt_softplus", scale=1.5), torch.zeros(256)
+    assert rule_of(router_of(rule, bias, **sizes)) == rule
+    for other in ({"top_k": 8}, {"global_num_experts": 128}, {"renormalize": False}):
+        assert rule_of(router_of(rule, bias, **sizes | other)) is None
+
+
 @pytest.mark.parametrize("name", RULES)
 def test_rules(name):
     from deep_moe.integrations.vllm.routing import rule_of

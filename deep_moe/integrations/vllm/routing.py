@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 _NUMBERS_OF_EXPERTS = frozenset(
     (*(2**i for i in range(10)), *(64 * i for i in (3, 5, 6, 7, 9))),
 )
+# Of DeepSeek-V4, for which vLLM has a kernel. Its kernel for other routers of this scoring takes a
+# score to be the choice less the bias.
+_SQRT_SOFTPLUS_EXPERTS, _SQRT_SOFTPLUS_TOPK = (256, 384), 6
+_SCORINGS = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
 _ALIGNMENT = 16  # bytes of logits
 
 
@@ -52,9 +56,17 @@ def rule_of(router: Any) -> Router | None:
             return None
     elif type(router) is not FusedTopKRouter:
         return None
-    if router.scoring_func not in ("softmax", "sigmoid"):
+    if router.scoring_func == "sqrtsoftplus" and not (
+        type(router) is FusedTopKBiasRouter
+        and router.global_num_experts in _SQRT_SOFTPLUS_EXPERTS
+        and router.top_k == _SQRT_SOFTPLUS_TOPK
+        and router.renormalize
+    ):
         return None
-    return Router(router.scoring_func, renormalize=router.renormalize, scale=scale)
+    if router.scoring_func not in _SCORINGS:
+        return None
+    scoring: Any = _SCORINGS[router.scoring_func]
+    return Router(scoring, renormalize=router.renormalize, scale=scale)
 
 
 def route_in_preparation(router: BaseRouter, served: ServedExperts) -> bool:
@@ -79,6 +91,8 @@ class PreparationRouting:
         self.rule = rule
         self.served = served
         self.vllms = router._compute_routing
+        has_own_kernel = rule.scoring == "sqrt_softplus"
+        self.dtypes = (torch.float32,) if has_own_kernel else (torch.float32, torch.bfloat16)
 
     def __call__(
         self,
@@ -92,7 +106,7 @@ class PreparationRouting:
         padding_mask = _get_padding_mask(num_tokens)
         if (
             indices_type not in (None, torch.int64)
-            or router_logits.dtype not in (torch.float32, torch.bfloat16)
+            or router_logits.dtype not in self.dtypes
             or router_logits.shape != (num_tokens, self.served.sizes.num_experts)
             or not router_logits.is_contiguous()
             or router_logits.data_ptr() % _ALIGNMENT != 0

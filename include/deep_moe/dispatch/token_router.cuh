@@ -1,17 +1,19 @@
 // A router's rule: a token's experts and their weights, from its logits. A warp has a token.
 //
-// Scores are float32; of a logit that is not a number it is 0. Softmax adds up each lane's in their
-// order and then the lanes' by halves, so that its bits do not depend on the number of tokens. Of
-// equal choices the lower expert comes first. A choice that is not a number comes behind all
-// others.
+// Scores are float32; of a logit that is not a number it is 0, but in the third. Softmax adds up
+// each lane's in their order and then the lanes' by halves, so that its bits do not depend on the
+// number of tokens. Of equal choices the lower expert comes first. A choice that is not a number
+// comes behind all others.
 //
-// Which lane has which logits, the approximate exponential of a sigmoid and one factor for all
-// weights are as in vLLM's kernels for powers of two and multiples of 64: the bits are the same.
+// Which lane has which logits, approximate functions, the order of sums and one factor for all
+// weights are as in vLLM's kernels: those for powers of two and multiples of 64, and DeepSeek-V4's
+// for the root of softplus. The bits are the same.
 #pragma once
 
 #include <cuda/std/cstdint>
 
 #include "deep_moe/math.cuh"
+#include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/warp.cuh"
 
 namespace deep_moe {
@@ -78,7 +80,7 @@ class TokenRouter {
                 weight = score;
             }
         }
-        if constexpr (Config::renormalizes) scale = __fdiv_rn(scale, sum > 0.0f ? sum : 1.0f);
+        if constexpr (Config::renormalizes) scale = shared_factor(scale, sum, weight);
         weight *= scale;
     }
 
@@ -86,6 +88,21 @@ class TokenRouter {
     struct Choice {
         uint32_t key, expert;
     };
+
+    // Which makes weights add up to `scale`. sum: of a token's scores in the order of its slots;
+    // score: of this lane's slot, or 0.
+    static __device__ float shared_factor(float scale, float sum, float score) {
+        if constexpr (Config::router_scoring == sqrt_softplus_scoring) {
+            sum = score;
+#pragma unroll
+            for (uint32_t distance = warp_size / 2; distance > 0; distance /= 2) {
+                sum += __shfl_xor_sync(full_warp, sum, distance);
+            }
+            return ptx::div_full(scale, sum > 0.0f ? sum : 1.0f);
+        } else {
+            return __fdiv_rn(scale, sum > 0.0f ? sum : 1.0f);
+        }
+    }
 
     __device__ void load(const void* logits) {
 #pragma unroll
@@ -154,9 +171,11 @@ class TokenRouter {
 #pragma unroll
             for (uint32_t i = 0; i < num_values; ++i) scores_[i] = score_alone(scores_[i]);
         }
+        if constexpr (Config::router_scoring != sqrt_softplus_scoring) {
 #pragma unroll
-        for (uint32_t i = 0; i < num_values; ++i) {
-            if (scores_[i] != scores_[i]) scores_[i] = 0.0f;
+            for (uint32_t i = 0; i < num_values; ++i) {
+                if (scores_[i] != scores_[i]) scores_[i] = 0.0f;
+            }
         }
     }
 
@@ -165,7 +184,7 @@ class TokenRouter {
         if constexpr (Config::router_scoring == sigmoid_scoring) {
             return __frcp_rn(1.0f + __expf(-logit));
         } else {
-            return __fsqrt_rn(logit > 20.0f ? logit : log1pf(expf(logit)));
+            return ptx::sqrt_approx_ftz(logit > 20.0f ? logit : logf(1.0f + __expf(logit)));
         }
     }
 

@@ -1,4 +1,4 @@
-// Conversions between number formats, and the approximate functions that the activation needs.
+// Conversions between number formats, and approximate functions of activations and routers.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -96,6 +96,20 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
     float reciprocal;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
     return reciprocal;
+}
+
+// The square root of x, at most 1 ulp.
+__device__ __forceinline__ float sqrt_approx_ftz(float x) {
+    float root;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
+    return root;
+}
+
+// a / b, at most 2 ulp.
+__device__ __forceinline__ float div_full(float a, float b) {
+    float quotient;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
+    return quotient;
 }
 
 }  // namespace deep_moe::ptx

@@ -29,7 +29,7 @@ LAYERS = ("w13", "w2")
 # itself; sizes; biases, of which adapters ask whether any were loaded; scales in an order of the
 # engine's, and an order of columns, of which a loader tells whether it was loaded.
 _HARMLESS = (
-    *("_input_scale", "_input_global_scale", "_weight_shape", "_bias"),
+    *("_input_scale", "_input_scale_2", "_input_global_scale", "_weight_shape", "_bias"),
     *("_blockscale_swizzled", "_weight_g_idx", "_g_idx_sort_indices"),
 )
 
@@ -85,7 +85,10 @@ class EngineForm:
         """Rows and columns of one expert's values, by the tensor of all experts, which has three
         dimensions."""
         rows, columns = weight.shape[:0:-1] if self.is_transposed else weight.shape[1:]
-        return rows, columns * self.stored.values_per_element
+        num_values = self.stored.values_per_element
+        if self.stored.packs_rows:
+            return rows * num_values, columns
+        return rows, columns * num_values
 
     @property
     def biases(self) -> tuple[str, ...]:

@@ -43,8 +43,8 @@ class StoredForm(ABC):
     the same keys, the first of which are written. token_format: of tokens that must go with such
     weights; None: what goes with the format. token_scale: suffix of the scale by which tokens may
     be quantized; None: there is none that a kernel could take. has_columns_first: tensors have
-    columns before rows, which `plain` turns. constants: by which keys a tensor holds one integer
-    alone.
+    columns before rows, which `plain` turns. packs_rows: an element of the values' tensor has those
+    of several rows. constants: by which keys a tensor holds one integer alone.
     """
 
     weights: ClassVar[WeightsName]
@@ -54,6 +54,7 @@ class StoredForm(ABC):
     token_format: ClassVar[TokenFormatName | None] = None
     token_scale: ClassVar[str | None] = None
     has_columns_first: ClassVar[bool] = False
+    packs_rows: ClassVar[bool] = False
     constants: ClassVar[Mapping[str, int]] = {}
 
     @classmethod

@@ -18,6 +18,7 @@ from deep_moe.integrations.engine_form import (
 )
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.weights import weight_format
+from deep_moe.weights.int4.checkpoint import StoredAwq
 
 from ..checkpoint.written import (
     Written,
@@ -32,6 +33,7 @@ from ..checkpoint.written import (
 ROWS, COLUMNS = 256, 384
 _SCALED = {"weight": "_weight", "scale": "_weight_scale"}
 _PACKED = {"weight": "_weight_packed", "scale": "_weight_scale"}
+_COLUMNS_FIRST = ("GPTQ", "AWQ")
 # Format, the suffixes of an engine's names, who writes a matrix.
 FORMS: dict[str, tuple[str, dict[str, str], Callable[[int, int], Written]]] = {
     "NVFP4": (
@@ -50,6 +52,11 @@ FORMS: dict[str, tuple[str, dict[str, str], Callable[[int, int], Written]]] = {
         "int4",
         {"weight": "_qweight", "scale": "_scales", "zeros": "_qzeros"},
         lambda *size: columns_first(*size, is_awq=False),
+    ),
+    "AWQ": (
+        "int4",
+        {"weight": "_qweight", "scale": "_scales", "zeros": "_qzeros"},
+        lambda *size: columns_first(*size, is_awq=True),
     ),
     "MXFP8": ("mxfp8", _SCALED, lambda *size: mxfp8(*size, ".weight_scale", {})),
     "FP8, blocks": ("fp8", _SCALED, lambda *size: fp8_blocks(*size, is_modelopt=False)),
@@ -80,8 +87,11 @@ def form_and_tensors(
     weights, suffixes, write = FORMS[name]
     torch.manual_seed(3)
     gate, up = write(ROWS, COLUMNS), write(ROWS, COLUMNS)
-    has_columns_first = name == "GPTQ"
-    form = of_format(weights, suffixes, is_transposed=has_columns_first, **order)
+    has_columns_first = name in _COLUMNS_FIRST
+    if name == "AWQ":
+        form = EngineForm(StoredAwq, suffixes, is_transposed=True, **order)
+    else:
+        form = of_format(weights, suffixes, is_transposed=has_columns_first, **order)
     tensors = []
     for suffix in suffixes.values():
         own = [written.tensors[suffix.replace("_", ".", 1)] for written in (gate, up)]
@@ -92,15 +102,15 @@ def form_and_tensors(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", FORMS)
 def test_weights_mean_what_the_checkpoint_says(name: str, order: str) -> None:
-    if order == "in turn" and name in ("FP8, blocks", "GPTQ"):
+    if order == "in turn" and name in ("FP8, blocks", *_COLUMNS_FIRST):
         pytest.skip("no engine keeps these so: blocks of rows, and eight columns in a word")
     form, tensors, values = form_and_tensors(name, ORDERS[order])
     assert form.size_of(tensors[0]) == (2 * ROWS, COLUMNS)
     made = form.weights_of("w13", tensors, 2)
     keys = [tensor[0] for tensor in made if tensor is not None]
     found = weight_format(form.weights).dequantize(tuple(keys), 2)
-    # GPTQ's scales in float16 become bfloat16.
-    rtol = 2**-8 if name == "GPTQ" else 1e-6
+    # Scales in float16 become bfloat16.
+    rtol = 2**-8 if name in _COLUMNS_FIRST else 1e-6
     torch.testing.assert_close(found, values, rtol=rtol, atol=0)
 
 

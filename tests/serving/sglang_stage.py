@@ -29,6 +29,11 @@ PACKAGES = (
     _QUANTIZATION,
     f"{_QUANTIZATION}.compressed_tensors",
     _SCHEMES,
+    *(
+        f"{_QUANTIZATION}.{exporter}{part}"
+        for exporter in ("awq", "quark")
+        for part in ("", ".schemes")
+    ),
     "sglang.srt.eplb",
     "sglang.srt.managers",
     "sglang.srt.managers.scheduler_components",
@@ -40,10 +45,16 @@ PACKAGES = (
 # The files that are SGLang's own. All others that these import have stand-ins, with any name.
 OWN = (
     "sglang.srt.eplb.expert_location",
+    f"{_QUANTIZATION}.awq.awq",
+    f"{_QUANTIZATION}.awq.schemes.awq_moe",
+    f"{_QUANTIZATION}.awq.schemes.awq_scheme",
     f"{_QUANTIZATION}.base_config",
     f"{_QUANTIZATION}.compressed_tensors.compressed_tensors",
     f"{_QUANTIZATION}.fp8",
     f"{_QUANTIZATION}.modelopt_quant",
+    f"{_QUANTIZATION}.quark.quark",
+    f"{_QUANTIZATION}.quark.schemes.quark_scheme",
+    f"{_QUANTIZATION}.quark.schemes.quark_w8a8_fp8_moe",
     f"{_QUANTIZATION}.unquant",
     f"{_QUANTIZATION}.w4afp8",
     f"{_SCHEMES}.compressed_tensors_scheme",
@@ -190,6 +201,7 @@ def set_up(group: Any, max_tokens: int) -> Any:
         ),
     )
     stand_in("sglang.srt.layers.attention.dsa.utils", is_dsa_enable_prefill_cp=lambda: False)
+    stand_in("sglang.srt.layers.linear", set_weight_attrs=set_attributes)
     stand_in("sglang.srt.layers.dp_attention", get_dp_global_num_tokens=lambda: None)
     stand_in(
         "sglang.srt.layers.moe.mega_gate",
@@ -205,7 +217,11 @@ def set_up(group: Any, max_tokens: int) -> Any:
         **backends,
         get_moe_weight_sizes=lambda size, **_: (2 * size, size, False),
     )
-    stand_in(f"{_QUANTIZATION}.utils", swizzle_blockscale=torch.clone)
+    stand_in(
+        f"{_QUANTIZATION}.utils",
+        swizzle_blockscale=torch.clone,
+        get_scalar_types=lambda: (None, SimpleNamespace(uint4=None, uint8=None)),
+    )
     stand_in("sglang.srt.model_executor.runner", get_is_capture_mode=lambda: False)
     stand_in("sglang.srt.models.deepseek_common.utils", _device_sm=90)
     stand_in("sglang.srt.multimodal.dsv41.vl_routing", vision_topk=_never)

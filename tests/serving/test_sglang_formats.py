@@ -17,6 +17,7 @@ from deep_moe.errors import DeepMoEError
 from deep_moe.integrations import served_experts
 from tests.checkpoint.written import (
     Written,
+    columns_first,
     compressed,
     fp8_blocks,
     fp8_whole,
@@ -72,6 +73,21 @@ def method(file: str, kind: str, **config: Any) -> Callable[[Any], None]:
     return attach
 
 
+def scheme_of(
+    exporter: str, file: str, kind: str, method: str, *arguments: Any
+) -> Callable[[Any], None]:
+    """A scheme of another exporter, and the method that passes on to it."""
+
+    def attach(experts: Any) -> None:
+        folder = f"layers.quantization.{exporter}"
+        experts.scheme = getattr(sglang_stage.module(f"{folder}.schemes.{file}"), kind)(*arguments)
+        methods = sglang_stage.module(f"{folder}.{exporter}")
+        experts.quant_config = SimpleNamespace(get_name=lambda: exporter)
+        experts.quant_method = object.__new__(getattr(methods, method))
+
+    return attach
+
+
 def on_blackwell(attach: Callable[[Any], None]) -> Callable[[Any], None]:
     """Some of SGLang's methods are for these GPUs only."""
 
@@ -123,6 +139,24 @@ FP8_CONFIG = {
 WNA16 = "compressed_tensors_wNa16_moe.CompressedTensorsWNA16MoE"
 W8A8 = "compressed_tensors_w8a8_fp8_moe.CompressedTensorsW8A8Fp8MoE"
 TOKEN = float8_args(strategy="token", dynamic=True)
+
+
+def quark_fp8(scheme: str, *, is_dynamic: bool) -> Callable[[Any], None]:
+    args = {"qscheme": scheme, "is_dynamic": is_dynamic}
+    return scheme_of(
+        "quark",
+        "quark_w8a8_fp8_moe",
+        "QuarkW8A8FP8MoE",
+        "QuarkFusedMoEMethod",
+        {"qscheme": scheme},
+        args,
+    )
+
+
+def awq(**config: Any) -> Callable[[Any], None]:
+    own = {"weight_bits": 4, "group_size": 128, "zero_point": False, "pack_factor": 8} | config
+    return scheme_of("awq", "awq_moe", "AWQMoEScheme", "AWQMoEMethod", SimpleNamespace(**own))
+
 
 CASES = {
     "BF16": Case("bf16", lambda *size: bf16(*size), unquantized),
@@ -210,6 +244,17 @@ CASES = {
         lambda *size: fp8_whole(*size, (), modelopt("FP8")),
         method("modelopt_quant", "ModelOptFp8MoEMethod", is_checkpoint_fp8_serialized=True),
     ),
+    "FP8 of Quark, rows": Case(
+        "fp8 x fp8_token",
+        lambda rows, columns: fp8_whole(rows, columns, (rows,), {}),
+        quark_fp8("per_channel", is_dynamic=True),
+    ),
+    "FP8 of Quark, static": Case(
+        "fp8 x fp8_token",
+        lambda *size: fp8_whole(*size, (), {}),
+        quark_fp8("per_tensor", is_dynamic=False),
+    ),
+    "AWQ": Case("int4", lambda *size: columns_first(*size, is_awq=True), awq()),
     "FP8, static": Case(
         "fp8 x fp8_token",
         lambda *size: fp8_whole(*size, (), {}),
@@ -348,12 +393,19 @@ def test_scales_that_are_no_numbers_of_their_type_are_sglangs(
 
 
 @pytest.mark.parametrize(
-    ("args", "reason"),
+    ("exporter", "args", "reason"),
     [
-        ({"symmetric": False}, "integers have zero points"),
-        ({"actorder": "group"}, "columns are in another order"),
-        ({"num_bits": 8}, "integers have 8 bits"),
+        ("compressed-tensors", {"symmetric": False}, "integers have zero points"),
+        ("AWQ", {"zero_point": True}, "integers have zero points"),
+        ("compressed-tensors", {"actorder": "group"}, "columns are in another order"),
+        ("compressed-tensors", {"num_bits": 8}, "integers have 8 bits"),
         (
+            "AWQ",
+            {"group_size": 64},
+            "integers have a scale for each group of 64 values, not for each group of 32 or 128",
+        ),
+        (
+            "compressed-tensors",
             {"group_size": 64},
             "integers have a scale for each group of 64 values, not for each group of 32 or 128",
         ),
@@ -362,13 +414,13 @@ def test_scales_that_are_no_numbers_of_their_type_are_sglangs(
 def test_other_integers_are_sglangs(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    exporter: str,
     args: dict[str, Any],
     reason: str,
 ) -> None:
     started(monkeypatch.setenv, "sm_90a")
-    monkeypatch.setitem(
-        CASES, "other", Case("int4", int4, scheme(WNA16, pack_quantized, int4_args(**args)))
-    )
+    attach = awq(**args) if exporter == "AWQ" else scheme(WNA16, pack_quantized, int4_args(**args))
+    monkeypatch.setitem(CASES, "other", Case("int4", int4, attach))
     experts = layer_of("other")
     experts.scheme.process_weights_after_loading = lambda layer: None  # SGLang's own way
     with caplog.at_level(logging.INFO, "sglang.deep_moe"):

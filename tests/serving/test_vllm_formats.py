@@ -22,8 +22,10 @@ from tests.checkpoint.written import (
     fp8_whole,
     int4,
     modelopt,
+    mxfp4,
     mxfp8,
     nvfp4,
+    quark,
 )
 
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
@@ -56,17 +58,16 @@ def mxfp4_of(rows: int, columns: int) -> Written:
 
 
 def quant_config(case: str) -> Any:
-    from vllm.model_executor.layers.quantization import auto_gptq
+    from vllm.model_executor.layers.quantization import get_quantization_config
     from vllm.model_executor.layers.quantization import modelopt as vllm_modelopt
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
     )
 
     _, write, config = CASES[case]
-    if config == "AutoGPTQConfig":
-        return auto_gptq.AutoGPTQConfig.from_config(
-            write(32, 256).config | {"lm_head": False, "dynamic": {}}
-        )
+    if isinstance(config, dict):
+        document = write(32, 256).config | config
+        return get_quantization_config(document["quant_method"]).from_config(document)
     if isinstance(config, str):
         document = write(32, 256).config
         return getattr(vllm_modelopt, config).from_config(document)
@@ -80,8 +81,39 @@ def quant_config(case: str) -> Any:
     return CompressedTensorsConfig.from_config(document | {"format": style})
 
 
-# Formats, who writes a matrix, and vLLM's config: a class of ModelOpt's, or a format of
-# compressed-tensors with what it says of tokens.
+def quark_of(written: Written, tokens: Any, *weight: dict[str, Any]) -> Written:
+    """A config of AMD Quark. weight: one after the other, where there are several."""
+    weights = [{"is_dynamic": False, "symmetric": True} | own for own in weight]
+    made = quark(written).config
+    made["global_quant_config"] |= {
+        "weight": weights if len(weights) > 1 else weights[0],
+        "input_tensors": tokens,
+        "output_tensors": None,
+    }
+    made |= {"layer_quant_config": {}, "layer_type_quant_config": {}, "exclude": ["lm_head"]}
+    return written._replace(
+        config=made | {"export": {"pack_method": "order", "kv_cache_group": []}}
+    )
+
+
+def auto_round(written: Written, bits: int) -> Written:
+    """MX formats as AutoRound writes them for compressed-tensors."""
+    config = {"quant_method": "auto-round", "bits": bits, "group_size": 32, "sym": True}
+    config |= {"packing_format": "auto_round:llm_compressor", "data_type": "mx_fp"}
+    tokens = {"act_bits": bits, "act_data_type": "mx_fp", "act_group_size": 32}
+    return written._replace(config=config | tokens | {"act_sym": True, "act_dynamic": True})
+
+
+def of_quark_nvfp4(rows: int, columns: int) -> Written:
+    """ModelOpt's tensors, but for the name of the tokens' scale."""
+    written = nvfp4(rows, columns, is_divided=False)
+    return written._replace(tensors=written.tensors | {".input_scale_2": torch.rand(())})
+
+
+E4M3 = {"dtype": "fp8_e4m3"}
+DYNAMIC_QUARK = {"is_dynamic": True, "symmetric": True}
+# Formats, who writes a matrix, and vLLM's config: a class of ModelOpt's, a format of
+# compressed-tensors with what it says of tokens, or what else another exporter's has.
 CASES: dict[str, tuple[str, Callable[[int, int], Written], Any]] = {
     "ModelOptNvFp4FusedMoE": (
         "nvfp4",
@@ -106,7 +138,83 @@ CASES: dict[str, tuple[str, Callable[[int, int], Written], Any]] = {
     "AutoGPTQMoEMethod": (
         "int4",
         lambda *size: columns_first(*size, is_awq=False),
-        "AutoGPTQConfig",
+        {"quant_method": "auto_gptq", "lm_head": False, "dynamic": {}},
+    ),
+    "AutoAWQMoEMethod": (
+        "int4",
+        lambda *size: columns_first(*size, is_awq=True),
+        {"quant_method": "auto_awq"},
+    ),
+    "QuarkW8A8Fp8MoEMethod, rows": (
+        "fp8 x fp8_token",
+        lambda rows, columns: quark_of(
+            fp8_whole(rows, columns, (rows,), {}),
+            DYNAMIC_QUARK | E4M3 | {"qscheme": "per_channel"},
+            E4M3 | {"qscheme": "per_channel"},
+        ),
+        {},
+    ),
+    "QuarkW8A8Fp8MoEMethod, matrices": (
+        "fp8 x fp8_token",
+        lambda *size: quark_of(
+            fp8_whole(*size, (), {}),
+            DYNAMIC_QUARK | E4M3 | {"qscheme": "per_tensor", "is_dynamic": False},
+            E4M3 | {"qscheme": "per_tensor"},
+        ),
+        {},
+    ),
+    "QuarkW8A8Fp8MoEMethod, blocks": (
+        "fp8",
+        lambda *size: quark_of(
+            fp8_blocks(*size, is_modelopt=False),
+            DYNAMIC_QUARK | E4M3 | {"qscheme": "per_group", "group_size": 128},
+            E4M3 | {"qscheme": "per_block", "block_size": [128, 128]},
+        ),
+        {},
+    ),
+    "QuarkOCP_MX_MoEMethod": (
+        "mxfp4",
+        lambda *size: quark_of(
+            mxfp4(*size),
+            DYNAMIC_QUARK
+            | {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+            {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+        ),
+        {},
+    ),
+    "QuarkW8A8Mxfp8MoEMethod": (
+        "mxfp8 x bf16",
+        lambda *size: quark_of(
+            mxfp8(*size, ".weight_scale", {}),
+            DYNAMIC_QUARK
+            | E4M3
+            | {"qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+            E4M3 | {"qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+        ),
+        {},
+    ),
+    "QuarkNvfp4MoEMethod": (
+        "nvfp4",
+        lambda *size: quark_of(
+            of_quark_nvfp4(*size),
+            [
+                DYNAMIC_QUARK | {"dtype": "fp4", "qscheme": "per_group", "group_size": 16},
+                DYNAMIC_QUARK | E4M3 | {"qscheme": "per_tensor", "is_dynamic": False},
+            ],
+            {"dtype": "fp4", "qscheme": "per_group", "group_size": 16},
+            E4M3 | {"qscheme": "per_tensor"},
+        ),
+        {},
+    ),
+    "INCMxfp4MoEMethod": (
+        "mxfp4",
+        lambda *size: auto_round(mxfp4(*size, ".weight_packed"), 4),
+        {"quant_method": "inc"},
+    ),
+    "INCMxfp8MoEMethod": (
+        "mxfp8 x bf16",
+        lambda *size: auto_round(mxfp8(*size, ".weight_scale", {}), 8),
+        {"quant_method": "inc"},
     ),
     "CompressedTensorsW4A4Mxfp4MoEMethod": ("mxfp4", mxfp4_of, ("mxfp4-pack-quantized", None)),
     "ModelOptMxFp8FusedMoE": (
@@ -154,11 +262,14 @@ def some_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM has no kernel of its own for some formats on a CPU; it makes parameters all the same."""
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
     from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+    from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
     from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
+    from vllm.model_executor.layers.quantization import auto_awq
     from vllm.model_executor.layers.quantization import modelopt as vllm_modelopt
     from vllm.model_executor.layers.quantization.compressed_tensors import (
         compressed_tensors_moe,
     )
+    from vllm.model_executor.layers.quantization.quark import quark_moe
 
     def nvfp4_backend(**_: Any) -> Any:
         return NvFp4MoeBackend.MARLIN, MarlinExperts
@@ -171,11 +282,24 @@ def some_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (
         f"{package}.compressed_tensors_moe_wna16",
         "vllm.model_executor.layers.quantization.auto_gptq",
+        "vllm.model_executor.layers.quantization.auto_awq",
     ):
         monkeypatch.setattr(
             f"{module}.select_wna16_moe_backend",
             lambda *_, **__: (WNA16MoEBackend.HUMMING, None),
         )
+    monkeypatch.setattr(auto_awq, "check_moe_marlin_supports_layer", lambda *_, **__: True)
+    monkeypatch.setattr(quark_moe, "select_nvfp4_moe_backend", nvfp4_backend)
+    monkeypatch.setattr(
+        quark_moe,
+        "select_mxfp4_moe_backend",
+        lambda *_, **__: (Mxfp4MoeBackend.MARLIN, MarlinExperts),
+    )
+    # Quark's methods ask for the model's type.
+    model = SimpleNamespace(hf_config=SimpleNamespace(model_type="qwen3_moe"))
+    monkeypatch.setattr(
+        quark_moe, "get_current_vllm_config", lambda: SimpleNamespace(model_config=model)
+    )
 
 
 def make_runner(case: str, **more: Any) -> Any:
@@ -216,14 +340,14 @@ def source(weights: str, parts: dict[tuple[int, str], Written]) -> tuple[LayerWe
             made = []
             for shard in shards:
                 tensors = parts[expert, shard].tensors
-                form, suffixes = next(
-                    (form, own)
+                fitting = [
+                    (form, own, form.plain({key: tensors[own[key]] for key in own}))
                     for form in forms
                     for own in form.spellings
                     if set(own.values()) <= tensors.keys()
                     and tensors[own["weight"]].dtype in form.dtypes["weight"]
-                )
-                keyed = form.plain({key: tensors[suffix] for key, suffix in suffixes.items()})
+                ]
+                form, suffixes, keyed = max(fitting, key=lambda own: own[0].is_like(own[2]))
                 found = form.of(suffixes, keyed)
                 keyed = keyed if type(found) is form else found.plain(keyed)
                 num_rows, num_columns = keyed["weight"].shape
@@ -357,6 +481,46 @@ def test_a_layer_that_cannot_be_taken_is_vllms(
         f"{NAME}: experts run by vLLM (ModelOptFp8MoEMethod): expert 3: w13_weight_scale must hold "
         "positive numbers; got nan in row 0"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"zero_point": True}, "integers have zero points"),
+        (
+            {"group_size": 64},
+            "integers have a scale for each group of 64 values, not for each group of 32 or 128",
+        ),
+        (
+            None,
+            "expert 3: w13_qzeros must hold zero points of 8 alone, those of symmetric codes; got "
+            "5, 7",
+        ),
+    ],
+)
+def test_awq_that_is_not_symmetric_is_vllms(
+    installed: Any,  # noqa: F811
+    some_backend: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any] | None,
+    reason: str,
+) -> None:
+    """By its config, or, where that says nothing, by its zero points."""
+    installed("sm_90a")
+    case = "AutoAWQMoEMethod"
+    pair, write, config = CASES[case]
+    monkeypatch.setitem(CASES, case, (pair, write, config | (change or {})))
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world():
+        runner = make_runner(case)
+        layer = runner.routed_experts
+        if change is None:
+            parts = made_parts(case)
+            parts[3, "w3"].tensors[".qzeros"][1, 2] = 0x5788_8888
+            load_parts(runner, parts)
+            layer.quant_method.engine.process_weights_after_loading = lambda layer: None
+            layer.quant_method.process_weights_after_loading(layer)
+    assert lines(caplog) == [f"{NAME}: experts run by vLLM (AutoAWQMoEMethod): {reason}"]
 
 
 class _Platform:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from deep_moe.formats.sizes import K_BLOCK
+from deep_moe.weights.int4.checkpoint import StoredAwq
 
 from ..engine_form import EngineForm, of_format
 from ..unsupported import UnsupportedError
@@ -26,6 +27,7 @@ _INVERSE = _PLAIN | {"scale": "_weight_scale_inv"}
 _PACKED = {"weight": "_weight_packed", "scale": "_weight_scale"}
 _MULTIPLIED = _SCALED | {"global_scale": "_weight_scale_2"}
 _DIVIDED = _PACKED | {"global_scale": "_weight_global_scale"}
+_COLUMNS_FIRST = {"weight": "_qweight", "scale": "_scales", "zeros": "_qzeros"}
 
 _WHOLE_TOKENS = "fp8_token"  # beside FP8 weights whose scales are not of blocks
 
@@ -44,16 +46,22 @@ def form_of(experts: Any) -> EngineForm | None:
 
 def check_supported(experts: Any) -> None:
     """Raise UnsupportedError for weights that mean something else than their form says."""
-    method, size = _method_of(experts), getattr(_method_of(experts), "group_size", None)
-    form = form_of(experts)
+    method, form = _method_of(experts), form_of(experts)
     if form is None or form.weights != "int4":
         return
+    config = getattr(method, "quant_config", None)
+    size = getattr(method, "group_size", None)
+    if form.stored is StoredAwq:
+        size = config.group_size
     for is_unsupported, reason in (
         (
             getattr(method, "num_bits", 4) != 4,
             f"integers have {getattr(method, 'num_bits', 4)} bits",
         ),
-        (not getattr(method, "sym", True), "integers have zero points"),
+        (
+            not getattr(method, "sym", True) or getattr(config, "zero_point", False),
+            "integers have zero points",
+        ),
         (
             getattr(method, "strategy", "group") != "group" or size not in (None, 32, 128),
             f"integers have a scale for each {getattr(method, 'strategy', 'group')} of {size} "
@@ -110,4 +118,6 @@ _FORMS: dict[str, Callable[[Any], EngineForm | None]] = {
     "CompressedTensorsW4A16Nvfp4MoE": _always("nvfp4", _DIVIDED),
     "CompressedTensorsWNA16MoE": _always("int4", _PACKED, is_transposed=True),
     "CompressedTensorsW4AFP8MoE": _always("int4", _PACKED, scale_dtype=torch.bfloat16),
+    "AWQMoEScheme": lambda method: EngineForm(StoredAwq, _COLUMNS_FIRST, is_transposed=True),
+    "QuarkW8A8FP8MoE": _always("fp8", _SCALED, token_format=_WHOLE_TOKENS),
 }

@@ -192,6 +192,8 @@ _BY_METHOD = (
     f"{_QUANTIZATION}.fp8.Fp8MoEMethod",
     f"{_QUANTIZATION}.modelopt_quant.ModelOptFp8MoEMethod",
     f"{_QUANTIZATION}.w4afp8.W4AFp8MoEMethod",
+    f"{_QUANTIZATION}.awq.awq.AWQMoEMethod",
+    f"{_QUANTIZATION}.quark.quark.QuarkFusedMoEMethod",
 )
 HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MEGA_MOE}.build_mega_moe_experts_weights": build,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deep_moe.formats.sizes import K_BLOCK
+from deep_moe.weights.int4.checkpoint import StoredAwq
 
 from ..engine_form import EngineForm, of_format
 from ..unsupported import UnsupportedError
@@ -21,7 +22,7 @@ _BLOCKS = _PLAIN | {"scale": "_weight_scale_inv"}
 _MULTIPLIED = _SCALED | {"global_scale": "_weight_scale_2"}
 _DIVIDED = _PACKED | {"global_scale": "_weight_global_scale"}
 
-_GPTQ = {"weight": "_qweight", "scale": "_scales", "zeros": "_qzeros"}
+_COLUMNS_FIRST = {"weight": "_qweight", "scale": "_scales", "zeros": "_qzeros"}
 
 _BLOCK = [K_BLOCK, K_BLOCK]
 _WHOLE_TOKENS = "fp8_token"  # beside FP8 weights whose scales are not of blocks
@@ -78,7 +79,26 @@ def _gptq(engine: Any) -> EngineForm:
     _check_int(config.weight_bits, config.is_sym, strategy, config.group_size)
     if config.desc_act:
         raise UnsupportedError("columns are in another order")
-    return of_format("int4", _GPTQ, is_transposed=True)
+    return of_format("int4", _COLUMNS_FIRST, is_transposed=True)
+
+
+def _awq(engine: Any) -> EngineForm:
+    config = engine.quant_config
+    strategy = "group" if config.group_size > 0 else "row"
+    _check_int(config.weight_bits, not config.zero_point, strategy, config.group_size)
+    return EngineForm(StoredAwq, _COLUMNS_FIRST, is_transposed=True)
+
+
+def _quark_fp8(engine: Any) -> EngineForm:
+    if engine.weight_block_size is not None:
+        return _fp8_blocks(engine.weight_block_size, _SCALED)
+    return of_format("fp8", _SCALED, token_format=_WHOLE_TOKENS)
+
+
+def _quark_mx(engine: Any) -> EngineForm:
+    if engine.weight_dtype != "mxfp4":
+        raise UnsupportedError(f"weights are {engine.weight_dtype}, not mxfp4")
+    return of_format("mxfp4", _SCALED)
 
 
 def _check_int(num_bits: int, is_symmetric: bool, strategy: str, group_size: int | None) -> None:
@@ -112,4 +132,11 @@ _FORMS: dict[str, Callable[[Any], EngineForm]] = {
     "CompressedTensorsWNA16MoEMethod": _compressed_int,
     "CompressedTensorsW4A8Fp8MoEMethod": _compressed_int,
     "AutoGPTQMoEMethod": _gptq,
+    "AutoAWQMoEMethod": _awq,
+    "QuarkW8A8Fp8MoEMethod": _quark_fp8,
+    "QuarkOCP_MX_MoEMethod": _quark_mx,
+    "QuarkW8A8Mxfp8MoEMethod": _always("mxfp8", _SCALED),
+    "QuarkNvfp4MoEMethod": _always("nvfp4", _MULTIPLIED),
+    "INCMxfp4MoEMethod": _always("mxfp4", _PACKED),
+    "INCMxfp8MoEMethod": _always("mxfp8", _SCALED),
 }

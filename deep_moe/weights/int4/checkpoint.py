@@ -227,6 +227,7 @@ class StoredAwq(StoredGptq):
     """int32 [K, rows/8], the codes of eight rows in each, those of even rows first. Zero points are
     stored as they are."""
 
+    packs_rows: ClassVar[bool] = True
     zero: ClassVar[int] = 8
     constants: ClassVar[Mapping[str, int]] = {"zeros": 0x8888_8888 - (1 << 32)}
 

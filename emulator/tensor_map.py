@@ -1,8 +1,9 @@
 """Tensor maps: one description, two encodings.
 
-`TensorMapSpec` has the parameters of cuTensorMapEncodeTiled and checks its rules, so that a bad map
-is an error that names the field, on every machine. `encode_cuda` asks the driver;
-`encode_emulated` packs the same parameters into an image that the emulator reads.
+`TensorMapSpec` has the parameters of cuTensorMapEncodeTiled and `Im2colMapSpec` those of
+cuTensorMapEncodeIm2col. Both check the rules, so that a bad map is an error that names the field,
+on every machine. `encode_cuda` asks the driver; `encode_emulated` packs the same parameters into an
+image that the emulator reads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, ClassVar
 
 TENSOR_MAP_BYTES = 128
 EMULATED_MAGIC = 0x313050414D544D44  # "DMTMAP01"
@@ -17,6 +19,7 @@ EMULATED_MAGIC = 0x313050414D544D44  # "DMTMAP01"
 MAX_DIM = 2**32
 MAX_STRIDE = 2**40
 MAX_BOX = 256
+MAX_PIXELS = 1024
 
 
 class DataType(IntEnum):
@@ -152,6 +155,12 @@ class TensorMapSpec:
             _require(len(value) == length, name, value, f"{length} values for {rank} dims")
         self._check_global()
         self._check_box()
+        self._check_fill()
+
+    # Of each size of the box; the last one is that of those that follow.
+    _max_box: ClassVar[tuple[int, ...]] = (MAX_BOX,)
+
+    def _check_fill(self) -> None:
         if self.oob_fill == OutOfBounds.NAN:
             _require(
                 self.data_type.is_floating, "oob_fill", self.oob_fill, "ZEROS for this data_type"
@@ -183,7 +192,8 @@ class TensorMapSpec:
 
     def _check_box(self) -> None:
         for i, size in enumerate(self.box):
-            _require(1 <= size <= MAX_BOX, f"box[{i}]", size, f"1 to {MAX_BOX}")
+            largest = self._max_box[min(i, len(self._max_box) - 1)]
+            _require(1 <= size <= largest, f"box[{i}]", size, f"1 to {largest}")
         for i, step in enumerate(self.element_strides):
             _require(1 <= step <= 8, f"element_strides[{i}]", step, "1 to 8")
         row_bits = self.box[0] * self.data_type.bits
@@ -209,22 +219,7 @@ class TensorMapSpec:
 
     def encode_emulated(self) -> bytes:
         """The image that the emulator reads: 128 bytes, little endian."""
-        rank = len(self.dims)
-        image = struct.pack(
-            "<Q5B3x Q5Q4Q5H5B",
-            EMULATED_MAGIC,
-            self.data_type,
-            rank,
-            self.interleave,
-            self.swizzle,
-            self.oob_fill,
-            self.address,
-            *_padded(self.dims, 5),
-            *_padded(self.strides, 4),
-            *_padded(self.box, 5),
-            *_padded(self.element_strides, 5),
-        )
-        return image.ljust(TENSOR_MAP_BYTES, b"\0")
+        return _image(self).ljust(TENSOR_MAP_BYTES, b"\0")
 
     def encode_cuda(self) -> bytes:
         """The driver's image for the current context."""
@@ -245,10 +240,106 @@ class TensorMapSpec:
             driver.CUtensorMapL2promotion(int(self.l2_promotion)),
             driver.CUtensorMapFloatOOBfill(int(self.oob_fill)),
         )
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise ValueError(f"the driver refused a tensor map ({status.name}): {self}")
-        words = [int(word) for word in tensor_map.opaque]
-        return struct.pack(f"<{len(words)}Q", *words)
+        return _encoded(self, status, tensor_map)
+
+
+# Smallest and largest corner by the number of spatial dimensions.
+_CORNERS = {1: (-(2**15), 2**15 - 1), 2: (-128, 127), 3: (-16, 15)}
+
+
+@dataclass(frozen=True)
+class Im2colMapSpec(TensorMapSpec):
+    """An im2col tensor map, of images of channels: (C, W, N), (C, W, H, N) or (C, W, H, D, N).
+
+    box: channels and pixels that are copied at once. lower_corner, upper_corner: of the box that
+    the filter's base moves in, in the order W, H, D; the lower one from the image's first element,
+    the upper one from its last. element_strides: steps of the base.
+    """
+
+    lower_corner: tuple[int, ...] = ()
+    upper_corner: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        rank = len(self.dims)
+        _require(3 <= rank <= 5, "dims", self.dims, "3 to 5 sizes")
+        _require(len(self.box) == 2, "box", self.box, "channels and pixels")
+        if not self.element_strides:
+            object.__setattr__(self, "element_strides", (1,) * rank)
+        low, high = _CORNERS[rank - 2]
+        lengths = {"strides": rank - 1, "element_strides": rank}
+        lengths |= {"lower_corner": rank - 2, "upper_corner": rank - 2}
+        for name, length in lengths.items():
+            value = getattr(self, name)
+            _require(len(value) == length, name, value, f"{length} values for {rank} dims")
+            if "corner" in name:
+                _require(all(low <= x <= high for x in value), name, value, f"{low} to {high} each")
+        for lower, upper, dim in zip(
+            self.lower_corner, self.upper_corner, self.dims[1:-1], strict=True
+        ):
+            _require(
+                lower <= dim - 1 + upper,
+                "upper_corner",
+                self.upper_corner,
+                "corners with a box between them",
+            )
+        self._check_global()
+        self._check_box()
+        self._check_fill()
+
+    _max_box: ClassVar[tuple[int, ...]] = (MAX_BOX, MAX_PIXELS)
+
+    def encode_emulated(self) -> bytes:
+        """The image that the emulator reads: 128 bytes, little endian."""
+        corners = (*_padded(self.lower_corner, 3), *_padded(self.upper_corner, 3))
+        image = bytearray(_image(self).ljust(112, b"\0"))
+        image[13] = 1
+        return bytes(image + struct.pack("<6h", *corners)).ljust(TENSOR_MAP_BYTES, b"\0")
+
+    def encode_cuda(self) -> bytes:
+        """The driver's image for the current context."""
+        from cuda.bindings import driver
+
+        status, tensor_map = driver.cuTensorMapEncodeIm2col(
+            driver.CUtensorMapDataType(int(self.data_type)),
+            len(self.dims),
+            self.address,
+            [driver.cuuint64_t(dim) for dim in self.dims],
+            [driver.cuuint64_t(stride) for stride in self.strides],
+            list(self.lower_corner),
+            list(self.upper_corner),
+            self.box[0],
+            self.box[1],
+            [driver.cuuint32_t(step) for step in self.element_strides],
+            driver.CUtensorMapInterleave(int(self.interleave)),
+            driver.CUtensorMapSwizzle(int(self.swizzle)),
+            driver.CUtensorMapL2promotion(int(self.l2_promotion)),
+            driver.CUtensorMapFloatOOBfill(int(self.oob_fill)),
+        )
+        return _encoded(self, status, tensor_map)
+
+
+def _image(spec: TensorMapSpec) -> bytes:
+    return struct.pack(
+        "<Q5B3x Q5Q4Q5H5B",
+        EMULATED_MAGIC,
+        spec.data_type,
+        len(spec.dims),
+        spec.interleave,
+        spec.swizzle,
+        spec.oob_fill,
+        spec.address,
+        *_padded(spec.dims, 5),
+        *_padded(spec.strides, 4),
+        *_padded(spec.box, 5),
+        *_padded(spec.element_strides, 5),
+    )
+
+
+def _encoded(spec: TensorMapSpec, status: Any, tensor_map: Any) -> bytes:
+    if status != type(status).CUDA_SUCCESS:
+        raise ValueError(f"the driver refused a tensor map ({status.name}): {spec}")
+    words = [int(word) for word in tensor_map.opaque]
+    return struct.pack(f"<{len(words)}Q", *words)
 
 
 def _require(holds: bool, field: str, value: object, allowed: str) -> None:

@@ -22,6 +22,12 @@ inline Element take_element(Decoder& d) {
             return Element::u8;
         case Type::s8:
             return Element::s8;
+        case Type::u4:
+            return Element::u4;
+        case Type::s4:
+            return Element::s4;
+        case Type::b1:
+            return Element::b1;
         default:
             d.unsupported("elements of this type are not supported");
     }

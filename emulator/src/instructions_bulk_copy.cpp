@@ -30,6 +30,7 @@ struct CopyForm {
     uint8_t rank = 0;  // of the tensor, 0 for plain bytes
     bool multicast = false, pair_barrier = false, bulk_group = false, byte_mask = false;
     bool picks_rows = false;  // tile::gather4, tile::scatter4
+    bool is_im2col = false, has_offsets = false;
     Reduction reduction = Reduction::none;
     Type type = Type::none;
 
@@ -37,8 +38,10 @@ struct CopyForm {
         return uint64_t(destination) | uint64_t(source) << 8 | uint64_t(rank) << 16 |
                uint64_t(multicast) << 20 | uint64_t(pair_barrier) << 21 |
                uint64_t(bulk_group) << 22 | uint64_t(byte_mask) << 23 | uint64_t(reduction) << 24 |
-               uint64_t(type) << 32 | uint64_t(picks_rows) << 40;
+               uint64_t(type) << 32 | uint64_t(picks_rows) << 40 | uint64_t(is_im2col) << 41 |
+               uint64_t(has_offsets) << 42;
     }
+    int num_offsets() const { return has_offsets ? rank - 2 : 0; }
     int num_coordinates() const { return picks_rows ? 1 + TensorMap::num_picked_rows : rank; }
     static CopyForm unpack(uint64_t aux) {
         CopyForm form;
@@ -52,6 +55,8 @@ struct CopyForm {
         form.reduction = Reduction(aux >> 24 & 0xff);
         form.type = Type(aux >> 32 & 0xff);
         form.picks_rows = aux >> 40 & 1;
+        form.is_im2col = aux >> 41 & 1;
+        form.has_offsets = aux >> 42 & 1;
         return form;
     }
 };
@@ -92,11 +97,27 @@ void append_tensor_operand(Decoder& d, size_t index, int rank, std::vector<Opera
         operands.push_back(d.source(coordinate, Type::s32));
 }
 
-// name: tile::gather4 or tile::scatter4
-void take_rows(Decoder& d, CopyForm& form, const char* name) {
-    form.picks_rows = d.take(name);
+// Of loads and prefetches: .tile, .tile::gather4, .im2col; of stores: .tile, .tile::scatter4,
+// .im2col_no_offs.
+void take_mode(Decoder& d, CopyForm& form, bool is_store) {
+    form.picks_rows = d.take(is_store ? "tile::scatter4" : "tile::gather4");
     if (form.picks_rows && form.rank != 2) d.invalid("its tensors have two dimensions");
+    form.is_im2col = d.take(is_store ? "im2col_no_offs" : "im2col");
+    form.has_offsets = form.is_im2col && !is_store;
+    if (form.is_im2col && form.rank < 3) d.invalid(".im2col is of three to five dimensions");
+    // Where the halo's elements lie PTX shows in figures only.
+    if (d.has("im2col::w") || d.has("im2col::w::128")) d.unsupported("the mode im2col::w");
     d.ignore({"tile"});
+}
+
+// `{w, h, d}`, as many as there are.
+void append_offsets(Decoder& d, size_t index, const CopyForm& form,
+                    std::vector<Operand>& operands) {
+    if (!form.has_offsets) return;
+    const std::vector<Operand> offsets = d.sources(index, Type::u16);
+    if (offsets.size() != size_t(form.num_offsets()))
+        d.invalid("the number of im2col offsets does not match the dimension");
+    operands.insert(operands.end(), offsets.begin(), offsets.end());
 }
 
 void take_completion(Decoder& d, CopyForm& form) {
@@ -365,7 +386,9 @@ void decode_bulk_reduction(Decoder& d) {
 
 // ---- tensors
 
-TensorMap read_map(Warp& w, const Operand& address, int rank, bool picks_rows, int lane) {
+// offsets: operands behind the coordinates.
+TensorMap read_map(Warp& w, const Operand& address, const CopyForm& form, const Operand* offsets,
+                   int lane) {
     const uint64_t at = w.address(address, lane);
     check_aligned(at, 64, "tensor map address", lane);
     uint8_t image[128];
@@ -373,18 +396,34 @@ TensorMap read_map(Warp& w, const Operand& address, int rank, bool picks_rows, i
         std::memcpy(image + half, w.resolve(Space::generic, at + half, 64, Access::read, lane), 64);
     }
     TensorMap map = TensorMap::decode(image, w.program->target.starts_with("sm_90"));
-    if (map.rank != rank) {
+    if (map.rank != form.rank) {
+        throw Fault(
+            FaultKind::invalid_operation,
+            format("the instruction has %d dimensions, the tensor map %d", form.rank, map.rank),
+            lane);
+    }
+    if (map.is_im2col != form.is_im2col) {
         throw Fault(FaultKind::invalid_operation,
-                    format("the instruction has %d dimensions, the tensor map %d", rank, map.rank),
+                    map.is_im2col ? "the tensor map is im2col, the instruction is not"
+                                  : "the instruction is im2col, the tensor map is tiled",
                     lane);
     }
-    if (picks_rows && map.box[1] != 1) {
+    // 16, 8 or 5 bits in each of one, two or three dimensions.
+    const uint32_t end = 1u << (form.rank == 3 ? 16 : form.rank == 4 ? 8 : 5);
+    for (int i = 0; i < form.num_offsets(); ++i) {
+        map.offsets[i] = w.in<uint32_t>(offsets[i])[lane] & 0xffff;
+        if (map.offsets[i] < end) continue;
+        throw Fault(FaultKind::invalid_operation,
+                    format("im2col copy: offset %d is %u, not below %u", i, map.offsets[i], end),
+                    lane);
+    }
+    if (form.picks_rows && map.box[1] != 1) {
         throw Fault(FaultKind::invalid_operation,
                     format("gather4 and scatter4 need a box of one row, the tensor map's has %u",
                            map.box[1]),
                     lane);
     }
-    map.picks_rows = picks_rows;
+    map.picks_rows = form.picks_rows;
     return map;
 }
 
@@ -439,11 +478,12 @@ Coordinates read_coordinates(const Warp& w, const Operand* operands, int rank, i
     return c;
 }
 
-// destination, mbarrier, CTA mask, map, coordinates
+// destination, mbarrier, CTA mask, map, coordinates, offsets
 Flow load_tensor(Warp& w, const Op& op) {
     const CopyForm form = CopyForm::unpack(op.aux);
     w.for_each_lane([&](int lane) {
-        const TensorMap map = read_map(w, op.operands[3], form.rank, form.picks_rows, lane);
+        const TensorMap map =
+            read_map(w, op.operands[3], form, op.operands + 4 + form.num_coordinates(), lane);
         const Coordinates coordinates =
             read_coordinates(w, op.operands + 4, form.num_coordinates(), lane);
         const SharedPlace to =
@@ -481,7 +521,7 @@ Flow load_tensor(Warp& w, const Op& op) {
 Flow store_tensor(Warp& w, const Op& op) {
     const CopyForm form = CopyForm::unpack(op.aux);
     w.for_each_lane([&](int lane) {
-        const TensorMap map = read_map(w, op.operands[1], form.rank, form.picks_rows, lane);
+        const TensorMap map = read_map(w, op.operands[1], form, nullptr, lane);
         const Coordinates coordinates =
             read_coordinates(w, op.operands + 2, form.num_coordinates(), lane);
         const SharedPlace from =
@@ -515,7 +555,7 @@ void decode_tensor_copy(Decoder& d) {
     d.take("cta_group::1");
     form.destination = take_next_space(d);
     form.source = take_next_space(d);
-    take_rows(d, form, form.destination == Space::global ? "tile::scatter4" : "tile::gather4");
+    take_mode(d, form, form.destination == Space::global);
     take_completion(d, form);
     const bool policy = d.take("L2::cache_hint");
     std::vector<Operand> operands;
@@ -528,10 +568,11 @@ void decode_tensor_copy(Decoder& d) {
         return;
     }
     if (form.source != Space::global) d.invalid("a tensor load reads .global");
-    d.expect_operands(3 + form.multicast + policy);
+    d.expect_operands(3 + form.has_offsets + form.multicast + policy);
     operands = {d.address(0), d.address(2),
-                form.multicast ? d.source(3, Type::u16) : d.constant(0)};
+                form.multicast ? d.source(3 + form.has_offsets, Type::u16) : d.constant(0)};
     append_tensor_operand(d, 1, form.num_coordinates(), operands);
+    append_offsets(d, 3, form, operands);
     d.emit(load_tensor, std::move(operands), form.pack());
 }
 
@@ -544,7 +585,8 @@ void decode_tensor_reduction(Decoder& d) {
         d.invalid("a tensor reduction goes from .shared::cta to .global");
     }
     form.reduction = take_reduction(d);
-    d.ignore({"tile"});
+    take_mode(d, form, true);
+    if (form.picks_rows) d.invalid("a reduction has no .tile::scatter4");
     take_completion(d, form);
     const bool policy = d.take("L2::cache_hint");
     d.expect_operands(2 + policy);
@@ -553,11 +595,12 @@ void decode_tensor_reduction(Decoder& d) {
     d.emit(store_tensor, std::move(operands), form.pack());
 }
 
-// map, coordinates. A hint, but of a box where a load may start
+// map, coordinates, offsets. A hint, but of a box where a load may start
 Flow prefetch_tensor(Warp& w, const Op& op) {
     const CopyForm form = CopyForm::unpack(op.aux);
     w.for_each_lane([&](int lane) {
-        const TensorMap map = read_map(w, op.operands[0], form.rank, form.picks_rows, lane);
+        const TensorMap map =
+            read_map(w, op.operands[0], form, op.operands + 1 + form.num_coordinates(), lane);
         map.check_start(read_coordinates(w, op.operands + 1, form.num_coordinates(), lane).at);
     });
     return Flow::next;
@@ -567,11 +610,12 @@ void decode_tensor_prefetch(Decoder& d) {
     CopyForm form;
     form.rank = take_rank(d);
     d.ignore({"L2", "global"});
-    take_rows(d, form, "tile::gather4");
+    take_mode(d, form, false);
     const bool policy = d.take("L2::cache_hint");
-    d.expect_operands(1 + policy);
+    d.expect_operands(1 + form.has_offsets + policy);
     std::vector<Operand> operands;
     append_tensor_operand(d, 0, form.num_coordinates(), operands);
+    append_offsets(d, 1, form, operands);
     d.emit(prefetch_tensor, std::move(operands), form.pack());
 }
 
@@ -681,7 +725,7 @@ InstructionTable bulk_copy_instructions() {
         {"cp.async.bulk", decode_bulk_copy,
          "bytes between global and shared memory, also to a CTA of the cluster"},
         {"cp.async.bulk.tensor", decode_tensor_copy,
-         "tile of a tensor map, load or store; of sm_100: tile::gather4, tile::scatter4"},
+         "tile of a tensor map, load or store; im2col; of sm_100: tile::gather4, tile::scatter4"},
         {"cp.async.bulk.commit_group", decode_commit_group, "closes the thread's bulk group"},
         {"cp.async.bulk.wait_group", decode_wait_group,
          "waits until all but N groups are complete (.read: read)"},

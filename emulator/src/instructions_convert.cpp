@@ -433,6 +433,22 @@ void decode_stochastic(Decoder& d) {
     d.emit(round_four_stochastically, std::move(operands), aux);
 }
 
+// .scaled::n2::ue8m0: each of two numbers times a power of two, their scales in a .b16's bytes.
+Flow scale_two(Warp& w, const Op& op) {
+    const Type to = to_type(op.aux), from = from_type(op.aux);
+    const int to_bits = element_bits(to), from_bits = element_bits(from);
+    const uint32_t mask = (1u << from_bits) - 1;
+    return map2<uint32_t, uint32_t, uint32_t>(w, op, [&](uint32_t a, uint32_t scales) {
+        const auto scaled = [&](int i) {
+            return encode_small(to,
+                                float(decode_small(from, a >> from_bits * i & mask) *
+                                      ue8m0_to_double(uint8_t(scales >> 8 * i))),
+                                op.aux);
+        };
+        return scaled(1) << to_bits | scaled(0);
+    });
+}
+
 // ---- decoding
 
 bool is_packed(Type type) {
@@ -456,7 +472,18 @@ void decode_cvt(Decoder& d) {
     if (d.take("sat")) aux |= saturate_bit;
     if (d.take("relu")) aux |= relu_bit;
     if (d.take("satfinite")) aux |= finite_bit;
+    const bool scales = d.take("scaled::n2::ue8m0");
     Type to = d.take_type(), from = d.take_type();
+    if (scales) {
+        const uint64_t types = uint64_t(to) << 32 | uint64_t(from) << 40;
+        if (rounding != "rn" || to != Type::bf16x2 || !is_packed(from) || from == Type::ue8m0x2 ||
+            element_bits(from) == 16)
+            d.unsupported("this conversion with scales");
+        d.expect_operands(3);
+        d.emit(scale_two, {d.destination(0, to), d.source(1, from), d.source(2, Type::b16)},
+               aux | types);
+        return;
+    }
     if (is_packed(to) || is_packed(from)) {
         uint64_t types = uint64_t(to) << 32 | uint64_t(from) << 40;
         if (from == Type::f32) {

@@ -223,17 +223,33 @@ void decode_movmatrix(Decoder& d) {
     d.emit(move_matrix, {d.destination(0, Type::b32), d.source(1, Type::b32)});
 }
 
-// aux: element types, result type, K, bit 32: sparse, bit 33: saturates; operands: d, a, b, c, of
-// sparse A metadata and selector
-Flow mma(Warp& w, const Op& op) {
+uint64_t pack(const WarpMma& unit) {
+    return uint64_t(unit.a_type) | uint64_t(unit.b_type) << 8 | uint64_t(unit.d_type) << 16 |
+           uint64_t(unit.m) << 24 | uint64_t(unit.is_sparse) << 32 |
+           uint64_t(unit.saturates) << 33 | uint64_t(unit.counts_xor) << 34 |
+           uint64_t(unit.sparse.in_pairs) << 35 | uint64_t(unit.k) << 48;
+}
+WarpMma unpack(uint64_t aux) {
     WarpMma unit;
-    unit.a_type = Element(op.aux & 0xff);
-    unit.b_type = Element(op.aux >> 8 & 0xff);
-    unit.d_type = Accumulator(op.aux >> 16 & 0xff);
-    unit.k = uint32_t(op.aux >> 24 & 0xff);
-    unit.is_sparse = op.aux >> 32 & 1;
-    unit.saturates = op.aux >> 33 & 1;
-    const uint32_t num_d = unit.d_type == Accumulator::f16 ? 2 : 4;
+    unit.a_type = Element(aux & 0xff);
+    unit.b_type = Element(aux >> 8 & 0xff);
+    unit.d_type = Accumulator(aux >> 16 & 0xff);
+    unit.m = uint32_t(aux >> 24 & 0xff);
+    unit.is_sparse = aux >> 32 & 1;
+    unit.saturates = aux >> 33 & 1;
+    unit.counts_xor = aux >> 34 & 1;
+    unit.sparse.in_pairs = aux >> 35 & 1;
+    unit.k = uint32_t(aux >> 48);
+    return unit;
+}
+uint32_t num_results(const WarpMma& unit) {
+    return unit.d_type == Accumulator::f16 ? 2 : unit.m / 4;
+}
+
+// operands: d, a, b, c, of sparse A metadata and selector
+Flow mma(Warp& w, const Op& op) {
+    WarpMma unit = unpack(op.aux);
+    const uint32_t num_d = num_results(unit);
     const Operand* next = op.operands;
     uint32_t result[4][warp_size];
     uint32_t* d[4];
@@ -289,21 +305,30 @@ Flow mma_of_doubles(Warp& w, const Op& op) {
     return Flow::next;
 }
 
-// aux as of mma, and above bit 32: scales per row, bit 40: they are UE4M3. Behind the operands of
-// mma: scales of A, byte and thread that hold them, the same of B.
+constexpr uint64_t scales_are_ue4m3_bit = uint64_t(1) << 40, packed_bit = uint64_t(1) << 41,
+                   sparse_bit = uint64_t(1) << 42;
+
+// aux: element types, K above bit 24, scales per row above bit 32. Behind the operands of mma:
+// scales of A, byte and thread that hold them, the same of B.
 Flow mma_scaled(Warp& w, const Op& op) {
     ScaledWarpMma unit;
+    unit.is_packed = op.aux & packed_bit;
+    unit.sparse.in_pairs = unit.is_packed;
     unit.a_type = Element(op.aux & 0xff);
     unit.b_type = Element(op.aux >> 8 & 0xff);
     unit.k = uint32_t(op.aux >> 24 & 0xff);
     unit.num_scales = uint32_t(op.aux >> 32 & 0xff);
-    unit.scales_are_ue4m3 = op.aux >> 40 & 1;
+    unit.scales_are_ue4m3 = op.aux & scales_are_ue4m3_bit;
     const Operand* next = op.operands + 4;
     const auto take = [&] { return reinterpret_cast<const uint32_t*>(w.data(*next++)); };
-    const uint32_t *a[4], *b[2], *c[4];
+    const uint32_t *a[4], *b[4], *c[4];
     for (auto& row : a) row = take();
-    for (auto& row : b) row = take();
+    for (uint32_t i = 0; i < unit.num_b_registers(); ++i) b[i] = take();
     for (auto& row : c) row = take();
+    if (op.aux & sparse_bit) {
+        unit.sparse.words = take();
+        unit.sparse.selector = w.uniform<uint32_t>(*next++);
+    }
     if (unit.num_scales) {
         for (ScaledWarpMma::Scales* scales : {&unit.a_scales, &unit.b_scales}) {
             scales->words = take();
@@ -329,6 +354,16 @@ Flow mma_scaled(Warp& w, const Op& op) {
     return Flow::next;
 }
 
+// Of a sparse A: operands 4 and 5, metadata and selector.
+void append_metadata(Decoder& d, Element element, uint32_t k, bool in_pairs,
+                     std::vector<Operand>& operands) {
+    const uint32_t selector = d.immediate_u32(5);
+    if (selector > SparseMetadata::last_selector(element, k, in_pairs))
+        d.invalid("this sparsity selector does not exist for the shape");
+    operands.push_back(d.source(4, Type::b32));
+    operands.push_back(d.constant(selector));
+}
+
 Element take_small_element(Decoder& d) {
     switch (d.take_type({Type::e4m3, Type::e5m2, Type::e3m2, Type::e2m3, Type::e2m1})) {
         case Type::e4m3:
@@ -345,7 +380,7 @@ Element take_small_element(Decoder& d) {
 }
 
 // kind::f8f6f4 with elements of 4 or 6 bits, kind::mxf8f6f4, kind::mxf4, kind::mxf4nvf4.
-void decode_mma_scaled(Decoder& d, std::string_view kind) {
+void decode_mma_scaled(Decoder& d, std::string_view kind, bool is_sparse) {
     uint32_t scales = 0;
     const bool packed = kind.substr(0, 11) == "kind::mxf4n" || kind == "kind::mxf4";
     if (kind != "kind::f8f6f4") {
@@ -360,8 +395,8 @@ void decode_mma_scaled(Decoder& d, std::string_view kind) {
                                                    : scales == 2 || scales == 4;
         if (!fits) d.invalid("this scale vector size does not exist for this kind");
     }
-    const uint32_t k = packed ? 64 : 32;
-    if (!d.take(packed ? "m16n8k64" : "m16n8k32")) d.unsupported("this shape");
+    const uint32_t k = (packed ? 64 : 32) << is_sparse;
+    if (!d.take("m16n8k" + std::to_string(k))) d.unsupported("this shape");
     d.take_type({Type::f32});
     const Element a_type = take_small_element(d), b_type = take_small_element(d);
     if (packed && (a_type != Element::e2m1 || b_type != Element::e2m1))
@@ -371,24 +406,27 @@ void decode_mma_scaled(Decoder& d, std::string_view kind) {
     if (scales) ue4m3 = d.take("ue4m3");
     if (scales && !ue4m3 && !d.take("ue8m0")) d.invalid("the scales' type is missing");
     if (ue4m3 && kind != "kind::mxf4nvf4") d.invalid("this kind has scales of .ue8m0");
-    d.expect_operands(scales ? 8 : 4);
+    const size_t first_scale = is_sparse ? 6 : 4;
+    d.expect_operands(first_scale + (scales ? 4 : 0));
     std::vector<Operand> operands = d.destinations(0, Type::b32);
     bool good = operands.size() == 4;
-    constexpr size_t counts[] = {4, 4, 2, 4};
+    const size_t counts[] = {4, 4, is_sparse ? 4u : 2u, 4};
     for (size_t i = 1; i < 4; ++i) {
         const std::vector<Operand> part = d.sources(i, Type::b32);
         good &= part.size() == counts[i];
         operands.insert(operands.end(), part.begin(), part.end());
     }
-    for (size_t i = 4; scales && i < 8; ++i) {
-        const std::vector<Operand> part = d.sources(i, i % 2 ? Type::u16 : Type::b32);
+    if (is_sparse) append_metadata(d, a_type, k, packed, operands);
+    for (size_t i = 0; scales && i < 4; ++i) {
+        const std::vector<Operand> part = d.sources(first_scale + i, i % 2 ? Type::u16 : Type::b32);
         good &= part.size() == 1 + i % 2;
         operands.insert(operands.end(), part.begin(), part.end());
     }
     if (!good) d.invalid("the number of registers does not match the shape");
     d.emit(mma_scaled, std::move(operands),
            uint64_t(a_type) | uint64_t(b_type) << 8 | uint64_t(k) << 24 | uint64_t(scales) << 32 |
-               uint64_t(ue4m3) << 40);
+               (ue4m3 ? scales_are_ue4m3_bit : 0) | (packed ? packed_bit : 0) |
+               (is_sparse ? sparse_bit : 0));
 }
 
 void decode_mma_of_doubles(Decoder& d, uint32_t m, uint32_t k) {
@@ -407,19 +445,103 @@ void decode_mma_of_doubles(Decoder& d, uint32_t m, uint32_t k) {
     d.emit(mma_of_doubles, std::move(operands), m | uint64_t(k) << 8);
 }
 
+// m8n8k4 of halves: lanes 4q to 4q + 3 and those 16 above multiply matrices of their own.
+// aux: bit 0: A is column-major, bit 1: B is row-major, bit 2: D is .f32, bit 3: C is .f32.
+// operands: d, a, b, c.
+Flow mma_of_quads(Warp& w, const Op& op) {
+    const bool a_by_columns = op.aux & 1, b_by_rows = op.aux & 2, d_is_f32 = op.aux & 4,
+               c_is_f32 = op.aux & 8;
+    const uint32_t num_d = d_is_f32 ? 8 : 4, num_c = c_is_f32 ? 8 : 4;
+    const Operand *as = op.operands + num_d, *bs = as + 2, *cs = bs + 2;
+    const auto half = [&](const Operand* registers, int lane, uint32_t i) {
+        return f16_to_float(uint16_t(w.in<uint32_t>(registers[i / 2])[lane] >> 16 * (i % 2)));
+    };
+    // Row and column of a thread's element i of C or D.
+    const auto place = [](bool is_f32, uint32_t t, uint32_t i) {
+        const uint32_t low = t >= 16 ? 4 : 0;
+        return is_f32 ? FragmentElement{(t & 1) + (i & 2) + low, (i & 4) + (t & 2) + (i & 1)}
+                      : FragmentElement{t % 4 + low, i};
+    };
+    float results[warp_size][8];
+    for (uint32_t quad = 0; quad < 4; ++quad) {
+        double a[8][4], b[4][8], c[8][8];
+        const auto for_each_thread = [&](auto f) {
+            for (uint32_t i = 0; i < 8; ++i) f(4 * quad + i % 4 + 16 * (i / 4));
+        };
+        for_each_thread([&](uint32_t t) {
+            const uint32_t far = t >= 16 ? 4 : 0;
+            for (uint32_t i = 0; i < 4; ++i) {
+                (a_by_columns ? a[i + far][t % 4] : a[t % 4 + far][i]) = half(as, int(t), i);
+                (b_by_rows ? b[t % 4][i + far] : b[i][t % 4 + far]) = half(bs, int(t), i);
+            }
+            for (uint32_t i = 0; i < 8; ++i) {
+                const FragmentElement at = place(c_is_f32, t, i);
+                c[at.row][at.column] = c_is_f32 ? w.in<float>(cs[i])[int(t)] : half(cs, int(t), i);
+            }
+        });
+        for_each_thread([&](uint32_t t) {
+            for (uint32_t i = 0; i < 8; ++i) {
+                const FragmentElement at = place(d_is_f32, t, i);
+                double sum = c[at.row][at.column];
+                for (uint32_t n = 0; n < 4; ++n) sum += a[at.row][n] * b[n][at.column];
+                results[t][i] = float(sum);
+            }
+        });
+    }
+    for (uint32_t i = 0; i < num_d; ++i) {
+        for (uint32_t t = 0; t < warp_size; ++t) {
+            const float* values = results[t];
+            const uint32_t word = d_is_f32 ? std::bit_cast<uint32_t>(values[i])
+                                           : float_to_f16(values[2 * i]) |
+                                                 uint32_t(float_to_f16(values[2 * i + 1])) << 16;
+            w.out<uint32_t>(op.operands[i]).set(int(t), word);
+        }
+    }
+    return Flow::next;
+}
+
+void decode_mma_of_quads(Decoder& d) {
+    std::vector<std::string> orders;
+    for (const std::string& modifier : d.modifiers)
+        if (modifier == "row" || modifier == "col") orders.push_back(modifier);
+    if (orders.size() != 2) d.invalid("the orders of A and B (.row, .col) are missing");
+    while (d.take("row") || d.take("col")) {
+    }
+    const bool d_is_f32 = d.take_type({Type::f32, Type::f16}) == Type::f32;
+    for (int i = 0; i < 2; ++i) d.take_type({Type::f16});
+    const bool c_is_f32 = d.take_type({Type::f32, Type::f16}) == Type::f32;
+    if (c_is_f32 && !d_is_f32) d.invalid("C of .f32 needs D of .f32");
+    d.expect_operands(4);
+    std::vector<Operand> operands = d.destinations(0, Type::b32);
+    bool good = operands.size() == (d_is_f32 ? 8 : 4);
+    const size_t counts[] = {0, 2, 2, c_is_f32 ? 8u : 4u};
+    for (size_t i = 1; i < 4; ++i) {
+        const std::vector<Operand> part = d.sources(i, Type::b32);
+        good &= part.size() == counts[i];
+        operands.insert(operands.end(), part.begin(), part.end());
+    }
+    if (!good) d.invalid("the number of registers does not match the shape");
+    d.emit(mma_of_quads, std::move(operands),
+           uint64_t(orders[0] == "col") | uint64_t(orders[1] == "row") << 1 |
+               uint64_t(d_is_f32) << 2 | uint64_t(c_is_f32) << 3);
+}
+
 void decode_mma(Decoder& d, bool is_sparse) {
-    d.ignore({"sync", "aligned", "row", "col"});
+    d.ignore({"sync", "aligned"});
+    if (!is_sparse && d.has("f16") && d.take("m8n8k4")) {
+        d.op.meeting = Meeting::whole_warp;
+        return decode_mma_of_quads(d);
+    }
+    d.ignore({"row", "col"});
     d.op.meeting = Meeting::whole_warp;
     std::string text;
     if (d.take_prefix("kind::", text)) {
         const bool small = d.has("e2m1") || d.has("e2m3") || d.has("e3m2");
-        if (is_sparse && (text != "kind::f8f6f4" || small))
-            d.unsupported("a sparse A of this kind");
         if (text != "kind::f8f6f4" || small) {
             if (text != "kind::f8f6f4" && text != "kind::mxf8f6f4" && text != "kind::mxf4" &&
                 text != "kind::mxf4nvf4")
                 d.unsupported("this kind");
-            return decode_mma_scaled(d, text);
+            return decode_mma_scaled(d, text, is_sparse);
         }
     }
     uint32_t k = 0;
@@ -428,10 +550,13 @@ void decode_mma(Decoder& d, bool is_sparse) {
         for (uint32_t size : {4u, 8u, 16u})
             if (d.take("m16n8k" + std::to_string(size))) return decode_mma_of_doubles(d, 16, size);
     }
-    if (!d.take_prefix("m16n8k", text)) d.unsupported("only m16n8kK is supported");
-    k = uint32_t(std::stoul(text.substr(6)));
-    const Type result = d.take_type({Type::f32, Type::f16, Type::s32});
     WarpMma unit;
+    if (!is_sparse && d.take_prefix("m8n8k", text))
+        unit.m = 8;
+    else if (!d.take_prefix("m16n8k", text))
+        d.unsupported("only m16n8kK and m8n8kK are supported");
+    k = uint32_t(std::stoul(text.substr(text.find('k') + 1)));
+    const Type result = d.take_type({Type::f32, Type::f16, Type::s32});
     unit.a_type = take_element(d);
     unit.b_type = take_element(d);
     const Type addend = d.take_type();
@@ -442,13 +567,22 @@ void decode_mma(Decoder& d, bool is_sparse) {
     unit.k = k;
     unit.saturates = d.take("satfinite");
     if (unit.saturates && unit.d_type != Accumulator::s32) d.invalid(".satfinite is of integers");
-    const uint32_t row_bytes = k * container_bytes(unit.a_type);
+    const uint32_t bits = element_bits(unit.a_type), row_bytes = k * bits / 8;
     unit.is_sparse = is_sparse;
+    unit.sparse.in_pairs = bits == 4;
     const uint32_t smallest = is_sparse ? 32 : 16;
-    if (row_bytes != smallest && row_bytes != 2 * smallest)
+    if (row_bytes != smallest && (unit.m == 8 || row_bytes != 2 * smallest))
         d.invalid("K does not match the element type");
+    if (unit.m == 8 && unit.d_type != Accumulator::s32) d.invalid("m8n8kK is of integers");
+    if (bits != element_bits(unit.b_type)) d.invalid("A and B have elements of different sizes");
+    if (bits == 1) {
+        if (is_sparse) d.invalid("a sparse A has no .b1");
+        unit.counts_xor = d.take("xor");
+        if (!unit.counts_xor && !d.take("and")) d.invalid("the operation (.xor, .and) is missing");
+        if (!d.take("popc")) d.invalid(".popc is missing");
+    }
     d.expect_operands(is_sparse ? 6 : 4);
-    const size_t num_d = unit.d_type == Accumulator::f16 ? 2 : 4;
+    const size_t num_d = num_results(unit);
     std::vector<Operand> operands = d.destinations(0, Type::b32);
     const std::vector<Operand> parts[3] = {d.sources(1, Type::b32), d.sources(2, Type::b32),
                                            d.sources(3, Type::b32)};
@@ -457,16 +591,8 @@ void decode_mma(Decoder& d, bool is_sparse) {
         d.invalid("the number of registers does not match the shape");
     }
     for (const auto& part : parts) operands.insert(operands.end(), part.begin(), part.end());
-    if (is_sparse) {
-        const uint32_t selector = d.immediate_u32(5);
-        if (selector > SparseMetadata::last_selector(unit.a_type, k))
-            d.invalid("this sparsity selector does not exist for the shape");
-        operands.push_back(d.source(4, Type::b32));
-        operands.push_back(d.constant(selector));
-    }
-    d.emit(mma, std::move(operands),
-           uint64_t(unit.a_type) | uint64_t(unit.b_type) << 8 | uint64_t(unit.d_type) << 16 |
-               uint64_t(k) << 24 | uint64_t(is_sparse) << 32 | uint64_t(unit.saturates) << 33);
+    if (is_sparse) append_metadata(d, unit.a_type, k, unit.sparse.in_pairs, operands);
+    d.emit(mma, std::move(operands), pack(unit));
 }
 
 void decode_dense_mma(Decoder& d) {
@@ -486,12 +612,13 @@ InstructionTable matrix_instructions() {
         {"stmatrix", decode_stmatrix, "m8n8 b16 and m16n8.trans b8, x1 to x4"},
         {"movmatrix", decode_movmatrix, "transposes an m8n8 b16 matrix"},
         {"mma.sp", decode_sparse_mma,
-         "mma.sync m16n8kK with a sparse A: f16, bf16, tf32, e4m3, e5m2, u8, s8"},
+         "mma.sync m16n8kK with a sparse A: f16, bf16, tf32, e4m3, e5m2, u8, s8, u4, s4; the kinds "
+         "of sm_120"},
         {"mma.sp::ordered_metadata", decode_sparse_mma, "the same"},
         {"mma", decode_dense_mma,
-         "mma.sync m16n8kK: f16, bf16, tf32, e4m3, e5m2, u8, s8, f64; m8n8k4: f64; of sm_120: "
-         "e3m2, "
-         "e2m3, e2m1, block-scaled mxf8f6f4, mxf4, mxf4nvf4"},
+         "mma.sync m16n8kK: f16, bf16, tf32, e4m3, e5m2, u8, s8, u4, s4, b1, f64; m8n8kK: u8, s8, "
+         "u4, s4, b1, f64, f16; of sm_120: e3m2, e2m3, e2m1, block-scaled mxf8f6f4, mxf4, "
+         "mxf4nvf4"},
     };
 }
 

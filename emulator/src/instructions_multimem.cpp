@@ -1,7 +1,7 @@
 // multimem.*: one address that stands for the same byte in the memory of several GPUs.
 //
 // PTX leaves the order of a reduction open. Here it is that of the members, each step rounded to
-// the elements' type, or with .acc::f32 rounded once at the end.
+// the elements' type (of FP8 sums to .f16), or with .acc::f32 rounded once at the end.
 #include "access_order.h"
 #include "race_detector.h"
 #include "reductions.h"
@@ -13,6 +13,25 @@ namespace {
 // register in bits 56.., bit 63: sums in .f32
 constexpr int type_shift = 40, reduction_shift = 48, packed_shift = 56;
 constexpr uint64_t wide_sum = uint64_t(1) << 63;
+
+bool is_fp8(Type type) {
+    return type == Type::e4m3 || type == Type::e5m2;
+}
+
+// Sums of FP8: in .f32, or step by step in .f16.
+void add_fp8(Type type, bool is_wide, const std::vector<uint8_t*>& places, uint32_t bytes,
+             uint8_t* result) {
+    const FloatFormat& format = type == Type::e4m3 ? e4m3_format : e5m2_format;
+    for (uint32_t i = 0; i < bytes; ++i) {
+        float sum = 0;
+        for (size_t m = 0; m < places.size(); ++m) {
+            const auto value = float(decode(format, places[m][i]));
+            sum = m ? reduce_float(Reduction::add, sum, value) : value;
+            if (!is_wide) sum = f16_to_float(float_to_f16(sum));
+        }
+        result[i] = uint8_t(encode(format, sum, Rounding::nearest_even, Overflow::saturate));
+    }
+}
 
 uint32_t bytes_of(Type type) {
     return uint32_t(num_bits(type)) / 8;
@@ -89,7 +108,9 @@ Flow load_and_reduce(Warp& w, const Op& op) {
     for_each_lane(w, op, op.operands[op.num_operands - 1], bytes, Access::read,
                   [&](int lane, const std::vector<uint8_t*>& places) {
                       uint8_t result[16];
-                      if (op.aux & wide_sum) {
+                      if (is_fp8(type) && reduction == Reduction::add) {
+                          add_fp8(type, op.aux & wide_sum, places, bytes, result);
+                      } else if (op.aux & wide_sum) {
                           for (uint32_t i = 0; i < bytes; i += 2) {
                               float sum = 0;
                               for (size_t m = 0; m < places.size(); ++m) {
@@ -152,7 +173,7 @@ void decode(Decoder& d, Kind kind) {
             d.invalid("multimem has no .inc and .dec");
     }
     if (d.take("acc::f32")) aux |= wide_sum;
-    if (d.take("acc::f16")) d.unsupported("sums of FP8");
+    const bool sums_halves = d.take("acc::f16");
     const std::string_view vector = d.take_any({"v2", "v4", "v8"});
     const uint32_t count = vector.empty() ? 1 : uint32_t(vector[1] - '0');
     const Type type = d.take_type();
@@ -160,21 +181,29 @@ void decode(Decoder& d, Kind kind) {
     uint32_t packed = 1;
     if (type == Type::f16x2) element = Type::f16, packed = 2;
     if (type == Type::bf16x2) element = Type::bf16, packed = 2;
+    if (type == Type::e4m3x4) element = Type::e4m3, packed = 4;
+    if (type == Type::e5m2x4) element = Type::e5m2, packed = 4;
     const bool is_half = element == Type::f16 || element == Type::bf16;
     const bool is_integer = type == Type::u32 || type == Type::s32 || type == Type::b32 ||
                             type == Type::u64 || type == Type::s64 || type == Type::b64;
-    const bool is_known = is_half || is_integer || type == Type::f32 || type == Type::f64;
+    const bool is_known =
+        is_half || is_integer || is_fp8(element) || type == Type::f32 || type == Type::f64;
     if (!is_known) d.unsupported(std::string("type .") + name_of(type));
     const bool is_bitwise = reduction == Reduction::bit_and || reduction == Reduction::bit_or ||
                             reduction == Reduction::bit_xor;
     const bool is_b = type == Type::b32 || type == Type::b64;
     if (is_bitwise != is_b && kind != Kind::store)
         d.invalid("bitwise operations are those of .b32 and .b64");
+    if (is_fp8(element) && packed == 1) d.invalid("FP8 comes in fours (.e4m3x4, .e5m2x4)");
+    if (is_fp8(element) && kind == Kind::reduce) d.invalid("multimem.red has no FP8");
+    if (sums_halves && (!is_fp8(element) || reduction != Reduction::add))
+        d.invalid(".acc::f16 goes with sums of FP8");
     if (is_float(element) && !is_half && kind != Kind::store && reduction != Reduction::add)
         d.invalid("of .f32 and .f64 there is .add");
-    if (aux & wide_sum && (!is_half || kind != Kind::load)) d.invalid(".acc::f32 goes with halves");
+    if (aux & wide_sum && (!(is_half || is_fp8(element)) || kind != Kind::load))
+        d.invalid(".acc::f32 goes with halves and FP8");
     const uint32_t bytes = count * packed * bytes_of(element);
-    if (count > 1 && (!is_float(element) || type == Type::f64))
+    if (count > 1 && !is_fp8(element) && (!is_float(element) || type == Type::f64))
         d.invalid("vectors are of floats up to 32 bits");
     if (bytes != 4 && bytes != 8 && bytes != 16) d.invalid("an access has 32, 64 or 128 bits");
     d.expect_operands(2);
@@ -203,7 +232,8 @@ void decode_kind(Decoder& d) {
 InstructionTable multimem_instructions() {
     return {
         {"multimem.ld_reduce", decode_kind<Kind::load>,
-         "what all members of multicast memory hold, reduced; integers, f16, bf16, f32, f64"},
+         "what all members of multicast memory hold, reduced; integers, f16, bf16, f32, f64, "
+         "e4m3, e5m2"},
         {"multimem.st", decode_kind<Kind::store>, "store to all members"},
         {"multimem.red", decode_kind<Kind::reduce>, "update of all members"},
     };

@@ -229,16 +229,33 @@ struct MmaForm {
     uint32_t num_scale_blocks = 1;
     bool disables_lanes = false;
     bool is_weight_stationary = false;
+    bool is_sparse = false;
 
     uint64_t pack() const {
         return uint64_t(kind) | uint64_t(cta_group) << 8 | uint64_t(a_in_tensor_memory) << 16 |
                uint64_t(num_scale_blocks) << 24 | uint64_t(disables_lanes) << 32 |
-               uint64_t(is_weight_stationary) << 33;
+               uint64_t(is_weight_stationary) << 33 | uint64_t(is_sparse) << 34;
     }
     static MmaForm unpack(uint64_t aux) {
         return {MmaKind(aux & 0xff),        int(aux >> 8 & 0xff), (aux >> 16 & 1) != 0,
-                uint32_t(aux >> 24 & 0xff), (aux >> 32 & 1) != 0, (aux >> 33 & 1) != 0};
+                uint32_t(aux >> 24 & 0xff), (aux >> 32 & 1) != 0, (aux >> 33 & 1) != 0,
+                (aux >> 34 & 1) != 0};
     }
+};
+
+// Of tcgen05.mma. Those of disabled lanes (4 or 8, if any) follow.
+enum MmaOperand {
+    mma_d,
+    mma_a,
+    mma_b,
+    mma_shape,
+    mma_sfa,
+    mma_sfb,
+    mma_enable_input_d,
+    mma_scale_input_d,
+    mma_metadata,
+    mma_zero_columns,
+    first_disabled_lanes
 };
 
 void note_mma_cells(Cta& cta, const Mma& mma) {
@@ -250,39 +267,46 @@ void note_mma_cells(Cta& cta, const Mma& mma) {
     note_cells(cta, mma.d_address, mma.shape.d == Accumulator::f16 ? (columns + 1) / 2 : columns,
                Access::write);
     if (mma.a_in_tensor_memory) note_cells(cta, mma.a_address, 8, Access::read);
+    if (mma.is_sparse)
+        note_cells(cta, mma.metadata_column(), mma.num_metadata_columns(), Access::read);
     if (!is_block_scaled(mma.kind)) return;
     note_cells(cta, mma.sfa_address, (rows + 31) / 32, Access::read);
     note_cells(cta, mma.sfb_address, (mma.shape.n + 31) / 32, Access::read);
 }
 
-// d, a, b, idesc, sfa, sfb, enable-input-d, scale-input-d, disabled lanes (4 or 8, if any)
 Flow mma(Warp& w, const Op& op) {
     const MmaForm form = MmaForm::unpack(op.aux);
-    const uint32_t enable = w.predicate(op.operands[6]);
+    const uint32_t enable = w.predicate(op.operands[mma_enable_input_d]);
     w.for_each_lane([&](int lane) {
         Mma mma;
         mma.kind = form.kind;
         mma.cta_group = form.cta_group;
         mma.is_weight_stationary = form.is_weight_stationary;
-        mma.shape = InstructionDescriptor::decode(w.in<uint32_t>(op.operands[3])[lane], form.kind,
-                                                  form.cta_group, form.is_weight_stationary);
+        mma.is_sparse = form.is_sparse;
+        mma.shape = InstructionDescriptor::decode(w.in<uint32_t>(op.operands[mma_shape])[lane],
+                                                  form.kind, form.cta_group,
+                                                  form.is_weight_stationary, form.is_sparse);
         mma.a_in_tensor_memory = form.a_in_tensor_memory;
         if (form.a_in_tensor_memory)
-            mma.a_address = uint32_t(w.address(op.operands[1], lane));
+            mma.a_address = uint32_t(w.address(op.operands[mma_a], lane));
         else
-            mma.a = shared_operand(w, op.operands[1], lane);
-        mma.b = shared_operand(w, op.operands[2], lane);
-        mma.d_address = uint32_t(w.address(op.operands[0], lane));
+            mma.a = shared_operand(w, op.operands[mma_a], lane);
+        mma.b = shared_operand(w, op.operands[mma_b], lane);
+        mma.d_address = uint32_t(w.address(op.operands[mma_d], lane));
         mma.num_scale_blocks = form.num_scale_blocks;
         if (is_block_scaled(form.kind)) {
-            mma.sfa_address = uint32_t(w.address(op.operands[4], lane));
-            mma.sfb_address = uint32_t(w.address(op.operands[5], lane));
+            mma.sfa_address = uint32_t(w.address(op.operands[mma_sfa], lane));
+            mma.sfb_address = uint32_t(w.address(op.operands[mma_sfb], lane));
         }
         mma.accumulate = enable >> lane & 1;
-        mma.scale_d_shift = int(w.in<uint32_t>(op.operands[7])[lane]);
+        mma.scale_d_shift = int(w.in<uint32_t>(op.operands[mma_scale_input_d])[lane]);
+        if (form.is_sparse)
+            mma.metadata_address = uint32_t(w.address(op.operands[mma_metadata], lane));
+        if (form.is_weight_stationary)
+            mma.zero_columns = {w.in<uint64_t>(op.operands[mma_zero_columns])[lane]};
         if (form.disables_lanes) {
-            for (int i = 0; i < op.num_operands - 8; ++i) {
-                mma.disabled_lanes[i] = w.in<uint32_t>(op.operands[8 + i])[lane];
+            for (int i = 0; i < op.num_operands - first_disabled_lanes; ++i) {
+                mma.disabled_lanes[i] = w.in<uint32_t>(op.operands[first_disabled_lanes + i])[lane];
             }
         }
         const std::array<Cta*, 2> ctas =
@@ -339,27 +363,40 @@ void take_scale_blocks(Decoder& d, MmaForm& form) {
     if (!fits) d.invalid("this scale vector size does not exist for this kind");
 }
 
-void decode_mma(Decoder& d) {
+// The instruction's operands up to the descriptor of its shape: of mma_d to mma_shape, then
+// metadata. Returns how many it has used.
+size_t append_matrices(Decoder& d, MmaForm& form, std::vector<Operand>& operands,
+                       Operand& metadata) {
+    form.a_in_tensor_memory = d.parsed(1).kind == ParsedOperand::Kind::address;
+    operands.push_back(tensor_memory_address(d, 0));
+    operands.push_back(form.a_in_tensor_memory ? d.address(1) : d.source(1, Type::b64));
+    operands.push_back(d.source(2, Type::b64));
+    size_t next = 3;
+    metadata = form.is_sparse ? tensor_memory_address(d, next++) : d.constant(0);
+    operands.push_back(d.source(next++, Type::u32));
+    return next;
+}
+
+void decode_product(Decoder& d, bool is_sparse) {
     MmaForm form;
+    form.is_sparse = is_sparse;
     form.cta_group = take_cta_group(d);
     form.kind = take_kind(d);
     take_scale_blocks(d, form);
     std::string collector;
     d.take_prefix("collector::", collector);  // may keep A in a cache; no effect on results
     const bool scaled = is_block_scaled(form.kind);
-    d.expect_operands(scaled ? 7 : 5, scaled ? 7 : 7);
-    form.a_in_tensor_memory = d.parsed(1).kind == ParsedOperand::Kind::address;
-    const Operand accumulator = tensor_memory_address(d, 0);
-    const Operand a = form.a_in_tensor_memory ? d.address(1) : d.source(1, Type::b64);
-    const Operand b = d.source(2, Type::b64), shape = d.source(3, Type::u32);
+    d.expect_operands((scaled ? 7 : 5) + is_sparse, 7 + is_sparse);
+    std::vector<Operand> operands;
+    Operand metadata;
+    size_t next = append_matrices(d, form, operands, metadata);
+    const Operand none = d.constant(0);
     if (scaled) {
-        d.emit(mma,
-               {accumulator, a, b, shape, tensor_memory_address(d, 4), tensor_memory_address(d, 5),
-                d.source(6, Type::pred), d.constant(0)},
-               form.pack());
+        for (int i = 0; i < 2; ++i) operands.push_back(tensor_memory_address(d, next++));
+        operands.insert(operands.end(), {d.source(next, Type::pred), none, metadata, none});
+        d.emit(mma, std::move(operands), form.pack());
         return;
     }
-    size_t next = 4;
     std::vector<Operand> lanes;
     if (d.parsed(next).kind == ParsedOperand::Kind::vector) {
         form.disables_lanes = true;
@@ -370,42 +407,55 @@ void decode_mma(Decoder& d) {
     const Operand enable = d.source(next++, Type::pred);
     const uint64_t scale = next < d.num_operands() ? d.immediate(next++) : 0;
     if (scale > 15) d.invalid("scale-input-d must be 0 to 15");
-    const Operand shift = d.constant(scale);
     if (next != d.num_operands()) d.invalid("too many operands");
-    std::vector<Operand> operands{accumulator,   a,      b,    shape, d.constant(0),
-                                  d.constant(0), enable, shift};
+    operands.insert(operands.end(), {none, none, enable, d.constant(scale), metadata, none});
     operands.insert(operands.end(), lanes.begin(), lanes.end());
     d.emit(mma, std::move(operands), form.pack());
 }
 
+void decode_mma(Decoder& d) {
+    decode_product(d, false);
+}
+void decode_sparse_mma(Decoder& d) {
+    decode_product(d, true);
+}
+
 // .ws: B stays in the collector and A goes by, which is no difference in results. Its accumulators
 // of 32 and 64 rows lie otherwise in tensor memory.
-void decode_weight_stationary(Decoder& d) {
+void decode_stationary_product(Decoder& d, bool is_sparse) {
     MmaForm form;
     form.is_weight_stationary = true;
+    form.is_sparse = is_sparse;
     form.cta_group = take_cta_group(d);
     if (form.cta_group != 1) d.invalid(".ws has .cta_group::1");
     form.kind = take_kind(d);
     if (is_block_scaled(form.kind)) d.invalid("this kind has no .ws");
     std::string collector;
     d.take_prefix("collector::", collector);
-    d.expect_operands(5, 6);
-    if (d.num_operands() == 6) d.unsupported("a mask of columns that count as zero");
-    form.a_in_tensor_memory = d.parsed(1).kind == ParsedOperand::Kind::address;
-    const Operand accumulator = tensor_memory_address(d, 0);
-    const Operand a = form.a_in_tensor_memory ? d.address(1) : d.source(1, Type::b64);
-    d.emit(mma,
-           {accumulator, a, d.source(2, Type::b64), d.source(3, Type::u32), d.constant(0),
-            d.constant(0), d.source(4, Type::pred), d.constant(0)},
-           form.pack());
+    d.expect_operands(5 + is_sparse, 6 + is_sparse);
+    std::vector<Operand> operands;
+    Operand metadata;
+    size_t next = append_matrices(d, form, operands, metadata);
+    const Operand none = d.constant(0), enable = d.source(next++, Type::pred);
+    const Operand zero_columns = next < d.num_operands() ? d.source(next, Type::b64) : none;
+    operands.insert(operands.end(), {none, none, enable, none, metadata, zero_columns});
+    d.emit(mma, std::move(operands), form.pack());
+}
+
+void decode_weight_stationary(Decoder& d) {
+    decode_stationary_product(d, false);
+}
+void decode_sparse_weight_stationary(Decoder& d) {
+    decode_stationary_product(d, true);
 }
 
 // ---- cp, shift
 
-// address, descriptor; aux: cta_group, shape above bit 8
+// address, descriptor; aux: cta_group, shape above bit 8, bits of packed elements above bit 16
 Flow copy(Warp& w, const Op& op) {
     const int cta_group = int(op.aux & 0xff);
-    const CopyShape shape = CopyShape(op.aux >> 8);
+    const CopyShape shape = CopyShape(op.aux >> 8 & 0xff);
+    const auto packed_bits = uint32_t(op.aux >> 16);
     w.for_each_lane([&](int lane) {
         const uint32_t address = uint32_t(w.address(op.operands[0], lane));
         const MatrixDescriptor source = shared_operand(w, op.operands[1], lane);
@@ -421,7 +471,7 @@ Flow copy(Warp& w, const Op& op) {
                 note_cells(*cta, address, wide ? 8 : 4, Access::write);
                 CtaWindow window(*cta, "tcgen05.cp source");
                 copy_to_tensor_memory(tensor_memory_state(*cta).memory, address, window, source,
-                                      shape);
+                                      shape, packed_bits);
             }
         });
     });
@@ -447,9 +497,14 @@ CopyShape take_copy_shape(Decoder& d) {
 void decode_copy(Decoder& d) {
     const int group = take_cta_group(d);
     const CopyShape shape = take_copy_shape(d);
+    uint64_t packed_bits = 0;
+    if (d.take("b8x16")) {
+        packed_bits = d.take("b6x16_p32") ? 6 : d.take("b4x16_p64") ? 4 : 0;
+        if (!packed_bits) d.invalid("the source's format (.b6x16_p32, .b4x16_p64) is missing");
+    }
     d.expect_operands(2);
     d.emit(copy, {tensor_memory_address(d, 0), d.source(1, Type::b64)},
-           uint64_t(group) | uint64_t(shape) << 8);
+           uint64_t(group) | uint64_t(shape) << 8 | packed_bits << 16);
 }
 
 // 31 of the quadrant's 32 lanes take the 32 bytes of the lane above them.
@@ -803,8 +858,13 @@ InstructionTable tcgen05_instructions() {
         {"tcgen05.mma", decode_mma,
          "dense f16, tf32, f8f6f4, i8; block-scaled mxf8f6f4, mxf4, mxf4nvf4"},
         {"tcgen05.mma.ws", decode_weight_stationary,
-         "weight-stationary, dense f16, tf32, f8f6f4, i8; M = 32, 64, 128"},
-        {"tcgen05.cp", decode_copy, "shared memory to tensor memory, all shapes"},
+         "weight-stationary, f16, tf32, f8f6f4, i8; M = 32, 64, 128; zero-column masks"},
+        {"tcgen05.mma.sp", decode_sparse_mma,
+         "the same as tcgen05.mma with a sparse A of 128 rows per CTA (or M = 64)"},
+        {"tcgen05.mma.ws.sp", decode_sparse_weight_stationary,
+         "the same as tcgen05.mma.ws with a sparse A, M = 128"},
+        {"tcgen05.cp", decode_copy,
+         "shared memory to tensor memory, all shapes; 4 and 6 bits to bytes"},
         {"tcgen05.shift", decode_shift, "rows of a quadrant down by one lane"},
         {"tcgen05.commit", decode_commit,
          "arrival when the thread's earlier operations are complete"},

@@ -55,8 +55,9 @@ uint64_t digest_of(Cta& cta, const Operands& o) {
 
 void remember(Warp& w, const MatrixDescriptor& descriptor, bool mn_major, uint32_t num_rows,
               Element element, uint32_t k) {
-    const uint32_t size = container_bytes(element);
-    Operands o{descriptor, mn_major, num_rows, k * size, size, 0, w.current.pc};
+    Operands o{
+        descriptor, mn_major,    num_rows, k * element_bits(element) / 8, container_bytes(element),
+        0,          w.current.pc};
     o.digest = digest_of(*w.cta, o);
     warp_state(w).open.push_back(o);
 }
@@ -67,7 +68,7 @@ struct WgmmaForm {
 
     uint64_t pack() const {
         return uint64_t(unit.a_element_type) | uint64_t(unit.b_element_type) << 4 |
-               uint64_t(unit.d_type) << 8 | uint64_t(unit.n) << 12 | uint64_t(unit.k) << 24 |
+               uint64_t(unit.d_type) << 8 | uint64_t(unit.n) << 12 | uint64_t(unit.k) << 48 |
                uint64_t(unit.a_mn_major) << 32 | uint64_t(unit.b_mn_major) << 33 |
                uint64_t(unit.negate_a) << 34 | uint64_t(unit.negate_b) << 35 |
                uint64_t(a_in_registers) << 36 | uint64_t(is_sparse) << 37 |
@@ -79,7 +80,7 @@ struct WgmmaForm {
         form.unit.b_element_type = Element(aux >> 4 & 0xf);
         form.unit.d_type = Accumulator(aux >> 8 & 0xf);
         form.unit.n = uint32_t(aux >> 12 & 0xfff);
-        form.unit.k = uint32_t(aux >> 24 & 0xff);
+        form.unit.k = uint32_t(aux >> 48);
         form.unit.a_mn_major = aux >> 32 & 1;
         form.unit.b_mn_major = aux >> 33 & 1;
         form.unit.negate_a = aux >> 34 & 1;
@@ -181,8 +182,10 @@ void decode_form(Decoder& d, bool is_sparse) {
     form.unit.b_element_type = take_element(d);
     form.unit.n = shape.n;
     form.unit.k = shape.k;
-    if (shape.k * container_bytes(form.unit.a_element_type) != (is_sparse ? 64 : 32))
-        d.invalid("K does not match the element type");
+    const uint32_t bits = element_bits(form.unit.a_element_type);
+    if (shape.k * bits / 8 != (is_sparse ? 64 : 32)) d.invalid("K does not match the element type");
+    if (bits == 4 || (bits == 1 && is_sparse)) d.unsupported("elements of this type");
+    if (bits == 1 && (!d.take("and") || !d.take("popc"))) d.invalid(".b1 goes with .and.popc");
     form.unit.saturates = d.take("satfinite");
     if (form.unit.saturates && form.unit.d_type != Accumulator::s32)
         d.invalid(".satfinite is of integers");
@@ -311,7 +314,7 @@ void decode_wait_group(Decoder& d) {
 InstructionTable wgmma_instructions() {
     return {
         {"wgmma.mma_async", decode_mma_async,
-         "m64nNkK: f16, bf16, tf32, e4m3, e5m2, u8, s8; A from registers or shared memory"},
+         "m64nNkK: f16, bf16, tf32, e4m3, e5m2, u8, s8, b1; A from registers or shared memory"},
         {"wgmma.mma_async.sp", decode_sparse_mma_async, "the same with a sparse A; K is doubled"},
         {"wgmma.fence", decode_fence, "orders accesses to registers; looked at by the checks"},
         {"wgmma.commit_group", decode_commit_group, "closes a group of wgmmas"},

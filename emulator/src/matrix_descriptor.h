@@ -190,7 +190,7 @@ inline bool is_block_scaled(MmaKind kind) {
     return kind >= MmaKind::mxf8f6f4;
 }
 
-enum class Element : uint8_t { f16, bf16, tf32, e4m3, e5m2, e2m3, e3m2, e2m1, u8, s8 };
+enum class Element : uint8_t { f16, bf16, tf32, e4m3, e5m2, e2m3, e3m2, e2m1, u8, s8, u4, s4, b1 };
 enum class Accumulator : uint8_t { f16, f32, s32 };
 
 struct InstructionDescriptor {
@@ -201,16 +201,25 @@ struct InstructionDescriptor {
          saturate = false;
     uint32_t sfa_id = 0, sfb_id = 0;
     bool scale_is_ue8m0 = true;
+    uint32_t sparsity_selector = 0;
+    uint32_t max_shift = 0;  // of the columns of B, .ws
 
     // Checks the fields against what `kind` and `cta_group` allow. is_weight_stationary: .ws.
+    // is_sparse: .sp.
     static InstructionDescriptor decode(uint32_t bits, MmaKind kind, int cta_group,
-                                        bool is_weight_stationary = false) {
+                                        bool is_weight_stationary = false, bool is_sparse = false) {
         InstructionDescriptor d;
         const bool scaled = is_block_scaled(kind);
-        if (bits & 0x7) {
+        if ((bits >> 2 & 1) != is_sparse)
+            illegal_field(bits, is_sparse ? "bit 2 (sparse) must be 1 for tcgen05.mma.sp"
+                                          : "bit 2 (sparse) must be 0 for a dense product");
+        d.sparsity_selector = bits & 3;
+        if (d.sparsity_selector && (!is_sparse || kind > MmaKind::tf32))
+            illegal_field(bits, "the sparsity selector (bits [1:0]) must be 0");
+        if (d.sparsity_selector > 1)
             fail(FaultKind::unsupported,
-                 "tcgen05.mma instruction descriptor 0x%08x: sparse operands (bits [2:0])", bits);
-        }
+                 "tcgen05.mma instruction descriptor 0x%08x: sparsity selector %u", bits,
+                 d.sparsity_selector);
         d.a = element(bits, kind, (bits >> 7) & 7, "A");
         d.b = element(bits, kind, (bits >> 10) & 7, "B");
         d.negate_a = (bits >> 13) & 1;
@@ -222,6 +231,7 @@ struct InstructionDescriptor {
               : kind == MmaKind::f16  ? 16
               : kind >= MmaKind::mxf4 ? 64
                                       : 32;
+        if (is_sparse) d.k *= 2;
         if (bits & (1u << 6)) illegal_field(bits, "bit 6 must be 0");
         if (scaled) {
             d.m = ((bits >> 27) & 3) << 7;
@@ -246,9 +256,9 @@ struct InstructionDescriptor {
                 illegal_field(bits, "saturate (bit 3) exists for kind::i8 only");
             if (bits & (1u << 23)) illegal_field(bits, "bit 23 must be 0");
             if (bits & (1u << 29)) illegal_field(bits, "bit 29 must be 0");
-            if (bits >> 30)
-                fail(FaultKind::unsupported, "tcgen05.mma instruction descriptor 0x%08x: max shift",
-                     bits);
+            if (bits >> 30 && !is_weight_stationary)
+                illegal_field(bits, "the maximum shift (bits [31:30]) is of tcgen05.mma.ws");
+            d.max_shift = bits >> 30 ? 4u << (bits >> 30) : 0;
             switch ((bits >> 4) & 3) {
                 case 0:
                     d.d = Accumulator::f16;

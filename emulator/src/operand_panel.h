@@ -45,6 +45,19 @@ inline uint32_t container_bytes(Element element) {
     }
 }
 
+// Bits of an element in a register of mma.sync, or in a row of wgmma's.
+inline uint32_t element_bits(Element element) {
+    switch (element) {
+        case Element::u4:
+        case Element::s4:
+            return 4;
+        case Element::b1:
+            return 1;
+        default:
+            return 8 * container_bytes(element);
+    }
+}
+
 // Data bytes of a 16-byte chunk that holds 16 elements.
 inline uint32_t chunk_data_bytes(Element element) {
     switch (element) {
@@ -113,7 +126,27 @@ inline void decode_row(Element element, bool packed, const uint8_t* bytes, uint3
         case Element::s8:
             for (uint32_t i = 0; i < num_elements; ++i) out[i * step] = int8_t(bytes[i]);
             return;
+        case Element::u4:
+            for (uint32_t i = 0; i < num_elements; ++i)
+                out[i * step] = bytes[i / 2] >> i % 2 * 4 & 0xf;
+            return;
+        case Element::s4:
+            for (uint32_t i = 0; i < num_elements; ++i)
+                out[i * step] = int8_t(bytes[i / 2] << (i % 2 ? 0 : 4)) >> 4;
+            return;
+        case Element::b1:
+            for (uint32_t i = 0; i < num_elements; ++i) out[i * step] = bytes[i / 8] >> i % 8 & 1;
+            return;
     }
+}
+
+// An element of 4, 6 or 8 bits in a byte of its own: FP4 in the middle four bits, FP6 in the low
+// six.
+inline double decode_container(Element element, uint8_t byte) {
+    const uint8_t code = element == Element::e2m1                               ? byte >> 2 & 0xf
+                         : element == Element::e2m3 || element == Element::e3m2 ? byte & 0x3f
+                                                                                : byte;
+    return decode_table(element)[code];
 }
 
 // Scratch of one multiplication. A is [rows][k], B is [k][pitch] with pitch = n rounded up to 16

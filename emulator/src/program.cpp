@@ -63,6 +63,11 @@ constexpr TypeRow type_rows[] = {
     {Type::s16x2, "s16x2", 32},
     {Type::u8x4, "u8x4", 32},
     {Type::s8x4, "s8x4", 32},
+    {Type::u4, "u4", 4},
+    {Type::s4, "s4", 4},
+    {Type::u2, "u2", 2},
+    {Type::s2, "s2", 2},
+    {Type::b1, "b1", 1},
 };
 
 const TypeRow& row(Type type) {
@@ -81,7 +86,8 @@ const char* name_of(Type type) {
 }
 
 bool is_signed(Type type) {
-    return type == Type::s8 || type == Type::s16 || type == Type::s32 || type == Type::s64;
+    return type == Type::s8 || type == Type::s16 || type == Type::s32 || type == Type::s64 ||
+           type == Type::s4 || type == Type::s2;
 }
 
 bool is_float(Type type) {

@@ -71,6 +71,11 @@ enum class Type : uint8_t {
     s16x2,
     u8x4,
     s8x4,
+    u4,
+    s4,
+    u2,
+    s2,
+    b1,
 };
 int num_bits(Type type);
 bool is_signed(Type type);

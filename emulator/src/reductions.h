@@ -127,6 +127,15 @@ inline void combine(Reduction operation, Type type, uint8_t* target, const uint8
                     return float_to_bf16(
                         reduce_float(operation, bf16_to_float(a), bf16_to_float(b)));
                 });
+        case Type::e4m3:
+        case Type::e5m2: {
+            const FloatFormat& format = type == Type::e4m3 ? e4m3_format : e5m2_format;
+            return for_each_element<uint8_t>(target, source, num_bytes, [&](uint8_t a, uint8_t b) {
+                const float one = float(decode(format, a)), two = float(decode(format, b));
+                return uint8_t(encode(format, reduce_float(operation, one, two),
+                                      Rounding::nearest_even, Overflow::saturate));
+            });
+        }
         default:
             fail(FaultKind::unsupported, "bulk reduction of .%s", name_of(type));
     }

@@ -1,5 +1,6 @@
 // Tensor maps: the 128-byte image that the launch layer writes for the emulator, and the two copies
-// that it describes: tile load (global to shared memory) and tile store.
+// that it describes: load (global to shared memory) and store, of a tile or, in im2col mode, of
+// pixels in the order in which a convolution's filter visits them.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +38,12 @@ struct TensorMap {
     uint64_t strides[max_rank] = {};  // bytes; [0] is not used
     uint32_t box[max_rank] = {};      // elements
     uint32_t element_strides[max_rank] = {};
+    // Dimensions are channels, then W, H and D as far as there are, then images. A box has box[0]
+    // channels of box[1] pixels. The filter's base moves in W, H and D from the lower corner to the
+    // last element plus the upper corner, W first, then on to the next image.
+    bool is_im2col = false;
+    static constexpr uint32_t max_pixels = 1024;
+    int32_t lower_corner[max_rank - 2] = {}, upper_corner[max_rank - 2] = {};  // W, H, D
 
     // Reads and checks an image. is_sm90: for a kernel of that architecture, for which drivers
     // refuse the swizzles of larger atoms.
@@ -78,6 +85,7 @@ struct TensorMap {
             fail(FaultKind::unsupported, "tensor map: swizzle 128B_ATOM_32B_FLIP_8B");
         map.swizzle = swizzles[image[11]];
         map.nan_fill = image[12] != 0;
+        map.is_im2col = image[13] != 0;
         map.address = u64(16);
         if (map.data_type > type_u6_align16) {
             fail(FaultKind::invalid_operation, "tensor map: data type %u does not exist",
@@ -97,6 +105,10 @@ struct TensorMap {
             map.box[i] = u16(96 + 2 * i);
             map.element_strides[i] = i == 0 ? 1 : image[106 + i];
         }
+        for (int i = 0; i < max_rank - 2; ++i) {
+            map.lower_corner[i] = int16_t(u16(112 + 2 * i));
+            map.upper_corner[i] = int16_t(u16(118 + 2 * i));
+        }
         map.check();
         return map;
     }
@@ -110,6 +122,8 @@ struct TensorMap {
     // tile::gather4 and tile::scatter4: coordinates 1 to 4 are rows, and a box has one of them.
     bool picks_rows = false;
     static constexpr int num_picked_rows = 4;
+    // Of im2col loads, between the filter's base and the element that is read: W, H, D.
+    uint32_t offsets[max_rank - 2] = {};
     // How many coordinates an instruction has.
     int num_coordinates() const { return picks_rows ? 1 + num_picked_rows : rank; }
 
@@ -119,6 +133,7 @@ struct TensorMap {
         return (box[i] + element_strides[i] - 1) / element_strides[i];
     }
     uint32_t num_box_rows() const {
+        if (is_im2col) return box[1];
         uint32_t rows = 1;
         for (int i = 1; i < rank; ++i) rows *= box_count(i);
         return rows;
@@ -170,12 +185,14 @@ struct TensorMap {
     void check_load(const int32_t* coordinates, uint32_t shared_address) const {
         check_shared_address(shared_address);
         check_start(coordinates);
+        check_base(coordinates);
     }
 
     // Unlike a load, a store may not begin before the tensor, in any dimension.
     void check_store(const int32_t* coordinates, uint32_t shared_address) const {
         check_shared_address(shared_address);
         check_start(coordinates);
+        check_base(coordinates);
         if (is_padded())
             fail(FaultKind::invalid_operation,
                  "tensor store with data type %u, which can only be loaded", data_type);
@@ -243,8 +260,34 @@ struct TensorMap {
         });
     }
 
+    int num_spatial() const { return rank - 2; }
+    // Last place of the filter's base in spatial dimension `i` (of W, H, D).
+    int64_t last_base(int i) const { return int64_t(dims[1 + i]) - 1 + upper_corner[i]; }
+
  private:
+    void check_base(const int32_t* coordinates) const {
+        for (int i = 0; is_im2col && i < num_spatial(); ++i) {
+            const int32_t base = coordinates[1 + i];
+            if (base >= lower_corner[i] && base <= last_base(i)) continue;
+            fail(FaultKind::invalid_operation,
+                 "im2col copy: coordinate %d is %d, outside of the bounding box %d..%lld", 1 + i,
+                 base, lower_corner[i], static_cast<long long>(last_base(i)));
+        }
+    }
+
+    void check_im2col() const {
+        if (rank < 3)
+            fail(FaultKind::invalid_operation, "im2col tensor map: rank %d is not 3..5", rank);
+        for (int i = 0; i < num_spatial(); ++i) {
+            if (lower_corner[i] <= last_base(i)) continue;
+            fail(FaultKind::invalid_operation,
+                 "im2col tensor map: the bounding box of dimension %d is empty (%d..%lld)", 1 + i,
+                 lower_corner[i], static_cast<long long>(last_base(i)));
+        }
+    }
+
     void check() const {
+        if (is_im2col) check_im2col();
         const uint32_t grain = is_padded() ? 32 : 16;
         if (address % grain) {
             fail(FaultKind::misaligned, "tensor map: global address 0x%llx is not a multiple of %u",
@@ -261,17 +304,17 @@ struct TensorMap {
                      "tensor map: stride %d is %llu bytes, not a multiple of %u below 2^40", i,
                      static_cast<unsigned long long>(strides[i]), grain);
             }
-            if (box[i] < 1 || box[i] > 256) {
-                fail(FaultKind::invalid_operation, "tensor map: box dimension %d is %u, not 1..256",
-                     i, box[i]);
+            const uint32_t largest = !is_im2col ? 256 : i == 0 ? 256 : i == 1 ? max_pixels : 0;
+            if (largest && (box[i] < 1 || box[i] > largest)) {
+                fail(FaultKind::invalid_operation, "tensor map: box dimension %d is %u, not 1..%u",
+                     i, box[i], largest);
             }
             if (element_strides[i] < 1 || element_strides[i] > 8) {
                 fail(FaultKind::invalid_operation, "tensor map: element stride %d is %u, not 1..8",
                      i, element_strides[i]);
             }
         }
-        uint64_t box_bytes = row_pitch();
-        for (int i = 1; i < rank; ++i) box_bytes *= box_count(i);
+        const uint64_t box_bytes = uint64_t(row_pitch()) * num_box_rows();
         if (box_bytes > max_shared_bytes) {
             fail(FaultKind::invalid_operation,
                  "tensor map: a box takes %llu bytes of shared memory, of which there are %u",
@@ -324,6 +367,7 @@ struct TensorMap {
     // of element 0)`.
     template <class Each>
     void for_each_box_row(const int32_t* coordinates, Each each) const {
+        if (is_im2col) return for_each_pixel(coordinates, each);
         uint32_t position[max_rank] = {};
         const uint32_t num_rows = num_box_rows();
         for (uint32_t index = 0; index < num_rows; ++index) {
@@ -340,6 +384,31 @@ struct TensorMap {
             for (int i = 1; i < rank; ++i) {
                 if (++position[i] < box_count(i)) break;
                 position[i] = 0;
+            }
+        }
+    }
+
+    template <class Each>
+    void for_each_pixel(const int32_t* coordinates, Each each) const {
+        int64_t base[max_rank];
+        for (int i = 1; i < rank; ++i) base[i] = coordinates[i];
+        for (uint32_t index = 0; index < box[1]; ++index) {
+            bool inside = true;
+            uint64_t row_address = address;
+            for (int i = 1; i < rank; ++i) {
+                const int64_t at = base[i] + (i <= num_spatial() ? offsets[i - 1] : 0);
+                if (at < 0 || uint64_t(at) >= dims[i]) inside = false;
+                row_address += uint64_t(at) * strides[i];
+            }
+            each(index, inside, row_address);
+            for (int i = 1; i < rank; ++i) {
+                if (i > num_spatial()) {
+                    ++base[i];
+                } else {
+                    base[i] += element_strides[i];
+                    if (base[i] <= last_base(i - 1)) break;
+                    base[i] = lower_corner[i - 1];
+                }
             }
         }
     }

@@ -215,9 +215,23 @@ enum class CopyShape : uint8_t {
     x4x256b
 };
 
-// Copies the matrix that `source` describes to the cells at `address`.
+// 16 elements of 4 or 6 bits to bytes, as tcgen05.mma wants them in tensor memory: FP4 in the
+// middle four bits, FP6 in the low six. PTX shows that in figures only.
+inline void decompress(const uint8_t* packed, uint32_t bits, uint8_t* out) {
+    for (uint32_t i = 0; i < 16; ++i) {
+        const uint32_t at = i * bits;
+        uint32_t value = packed[at / 8];
+        if (at % 8 + bits > 8) value |= uint32_t(packed[at / 8 + 1]) << 8;
+        value = value >> at % 8 & ((1u << bits) - 1);
+        out[i] = uint8_t(bits == 4 ? value << 2 : value);
+    }
+}
+
+// Copies the matrix that `source` describes to the cells at `address`. packed_bits: of the elements
+// that become bytes (.b8x16), 0 if none do.
 inline void copy_to_tensor_memory(TensorMemory& memory, uint32_t address, SharedWindow& shared,
-                                  const MatrixDescriptor& source, CopyShape shape) {
+                                  const MatrixDescriptor& source, CopyShape shape,
+                                  uint32_t packed_bits = 0) {
     const uint32_t lane = address >> 16, column = address & 0xffff;
     uint32_t num_rows = 128, num_chunks = 1;
     switch (shape) {
@@ -244,7 +258,13 @@ inline void copy_to_tensor_memory(TensorMemory& memory, uint32_t address, Shared
     }
     for (uint32_t row = 0; row < num_rows; ++row) {
         for (uint32_t chunk = 0; chunk < num_chunks; ++chunk) {
-            const uint8_t* bytes = shared.read(source.k_major_chunk(row, chunk), 16);
+            const uint8_t* bytes =
+                shared.read(source.k_major_chunk(row, chunk), packed_bits ? 2 * packed_bits : 16);
+            uint8_t decompressed[16];
+            if (packed_bits) {
+                decompress(bytes, packed_bits, decompressed);
+                bytes = decompressed;
+            }
             auto put = [&](uint32_t target) {
                 std::memcpy(memory.write(target, column + 4 * chunk, 4), bytes, 16);
             };

@@ -50,18 +50,20 @@ void for_each_product(Panels& panels, uint32_t k, Add add) {
 }
 
 // mma.sync.m16n8kK with A row-major and B column-major: D (4 registers, or 2 with F16 results) = A
-// * B + C.
+// * B + C. m8n8kK of integers is its upper half.
 struct WarpMma {
+    uint32_t m = 16;
     Element a_type = Element::f16, b_type = Element::f16;
     Accumulator d_type = Accumulator::f32;
     uint32_t k = 16;
     bool is_sparse = false;
-    bool saturates = false;  // .satfinite of integers
+    bool saturates = false;   // .satfinite of integers
+    bool counts_xor = false;  // of bits: of a xor b, else of a and b
     SparseMetadata sparse;
 
-    uint32_t elements_per_register() const { return 4 / container_bytes(a_type); }
+    uint32_t elements_per_register() const { return 32 / element_bits(a_type); }
     uint32_t num_a_registers() const {
-        return 16 * (is_sparse ? k / 2 : k) / elements_per_register() / 32;
+        return m * (is_sparse ? k / 2 : k) / elements_per_register() / 32;
     }
     uint32_t num_b_registers() const { return 8 * k / elements_per_register() / 32; }
 
@@ -70,7 +72,7 @@ struct WarpMma {
         panels.resize(16, 8, k);
         const uint32_t per_register = elements_per_register();
         for (uint32_t t = 0; t < 32; ++t) {
-            double values[4];
+            double values[32];
             for (uint32_t r = 0; r < num_a_registers(); ++r) {
                 decode_row(a_type, false, reinterpret_cast<const uint8_t*>(&a[r][t]), per_register,
                            values, 1);
@@ -97,7 +99,14 @@ struct WarpMma {
 
  private:
     void add_integers(const uint32_t* const* c, uint32_t* const* d, Panels& panels) const {
+        // With bits as 1 and -1, a product is k less two for each place where they differ.
+        if (counts_xor) {
+            for (std::vector<double>* bits : {&panels.a, &panels.b})
+                for (double& bit : *bits) bit = 1 - 2 * bit;
+        }
         for_each_product(panels, k, [&](uint32_t index, uint32_t lane, double product) {
+            if (index >= m / 4) return;
+            if (counts_xor) product = (k - product) / 2;
             const int64_t sum = int64_t(product) + int32_t(c[index][lane]);
             d[index][lane] =
                 uint32_t(saturates ? std::clamp<int64_t>(sum, INT32_MIN, INT32_MAX) : sum);
@@ -166,11 +175,14 @@ struct WarpMma {
 
 // The same of FP4, FP6 and FP8 with scales for parts of rows, as sm_120 has it: exact products, one
 // sum, rounded once. Elements of less than 8 bits lie in bytes (FP4 in the middle four bits), but
-// of FP4 alone with K = 64 eight share a register.
+// of FP4 alone eight may share a register. A may be sparse, which doubles K.
 struct ScaledWarpMma {
     Element a_type = Element::e4m3, b_type = Element::e4m3;
     uint32_t k = 32, num_scales = 0;
     bool scales_are_ue4m3 = false;
+    bool is_packed = false;
+    SparseMetadata sparse;
+    uint32_t num_b_registers() const { return k / (is_packed ? 32 : 16); }
     // One register a lane, of which some lanes' count: of A those of `thread` 0 (lanes 0 and 1 of
     // each four) or 1 (lanes 2 and 3), the first for row t/4 and the second for the row 8 below; of
     // B lane `thread` of each four. `byte`: the first of those that hold a row's scales.
@@ -182,22 +194,25 @@ struct ScaledWarpMma {
     void run(const uint32_t* const* a, const uint32_t* const* b, const uint32_t* const* c,
              uint32_t (*d)[32], Panels& panels) const {
         panels.resize(16, 8, k);
-        const uint32_t per_register = k / 8;
+        const uint32_t per_register = is_packed ? 8 : 4;
         for (uint32_t t = 0; t < 32; ++t) {
             for (uint32_t r = 0; r < 4; ++r) {
                 for (uint32_t e = 0; e < per_register; ++e) {
                     const FragmentElement at = a_element(t, r, e, per_register);
-                    panels.a[at.row * k + at.column] =
-                        value(a_type, a[r][t], e) * scale(a_row_scales(at.row), at.column);
+                    panels.a[at.row * k + at.column] = value(a_type, a[r][t], e);
                 }
             }
-            for (uint32_t r = 0; r < 2; ++r) {
+            for (uint32_t r = 0; r < num_b_registers(); ++r) {
                 for (uint32_t e = 0; e < per_register; ++e) {
                     const uint32_t row = per_register * (t % 4) + e + 4 * per_register * r;
                     panels.b[row * panels.pitch + t / 4] =
                         value(b_type, b[r][t], e) * scale(b_column_scales(t / 4), row);
                 }
             }
+        }
+        if (sparse.words) sparse.spread(a_type, k, panels.a.data());
+        for (uint32_t row = 0; row < 16 && num_scales; ++row) {
+            for (uint32_t i = 0; i < k; ++i) panels.a[row * k + i] *= scale(a_row_scales(row), i);
         }
         for_each_product(panels, k, [&](uint32_t index, uint32_t lane, double product) {
             const double sum = product + double(std::bit_cast<float>(c[index][lane]));
@@ -207,21 +222,11 @@ struct ScaledWarpMma {
 
  private:
     double value(Element element, uint32_t word, uint32_t e) const {
-        if (k == 64) return decode_table(Element::e2m1)[word >> 4 * e & 0xf];
-        const uint32_t byte = word >> 8 * e & 0xff;
-        switch (element) {
-            case Element::e2m1:
-                return decode_table(element)[byte >> 2 & 0xf];
-            case Element::e2m3:
-            case Element::e3m2:
-                return decode_table(element)[byte & 0x3f];
-            default:
-                return decode_table(element)[byte];
-        }
+        if (is_packed) return decode_table(Element::e2m1)[word >> 4 * e & 0xf];
+        return decode_container(element, uint8_t(word >> 8 * e));
     }
 
     uint32_t a_row_scales(uint32_t row) const {
-        if (!num_scales) return 0;
         return a_scales.words[row % 8 * 4 + 2 * a_scales.thread + row / 8] >> 8 * a_scales.byte;
     }
     uint32_t b_column_scales(uint32_t column) const {

@@ -75,7 +75,8 @@ struct Wgmma {
         } else {
             // The whole operand has 64 rows; an MN-major one is cut into chunks of rows, so fetch
             // all of it.
-            const uint32_t size = container_bytes(a_element_type), row_bytes = kept_k() * size;
+            const uint32_t size = container_bytes(a_element_type);
+            const uint32_t row_bytes = kept_k() * element_bits(a_element_type) / 8;
             const uint32_t first = 16 * warp_in_group;
             panels.bytes.resize(64 * row_bytes);
             gather_operand(shared, a, a_mn_major, 64, row_bytes, size, panels.bytes.data());
@@ -88,7 +89,8 @@ struct Wgmma {
         if (negate_a) {
             for (double& value : left) value = -value;
         }
-        const uint32_t size = container_bytes(b_element_type), row_bytes = k * size;
+        const uint32_t size = container_bytes(b_element_type);
+        const uint32_t row_bytes = k * element_bits(b_element_type) / 8;
         panels.bytes.resize(n * row_bytes);
         gather_operand(shared, b, b_mn_major, n, row_bytes, size, panels.bytes.data());
         const uint64_t form = 1 | uint64_t(b_element_type) << 8 | uint64_t(negate_b) << 16 |
@@ -116,10 +118,10 @@ struct Wgmma {
 
  private:
     void load_a_registers(const uint32_t* const* registers, double* out) const {
-        const uint32_t size = container_bytes(a_element_type), per_register = 4 / size;
+        const uint32_t per_register = 32 / element_bits(a_element_type);
         for (uint32_t r = 0; r < 4; ++r) {
             for (uint32_t t = 0; t < 32; ++t) {
-                double values[4];
+                double values[32];
                 decode_row(a_element_type, false,
                            reinterpret_cast<const uint8_t*>(&registers[r][t]), per_register, values,
                            1);

@@ -61,6 +61,34 @@ def test_sums_of_halves(accumulator: str, total: int) -> None:
     assert (out == total).all()
 
 
+def e4m3(values: list[float]) -> np.ndarray:
+    """Codes of positive normal numbers."""
+    exponent = np.floor(np.log2(values)).astype(int)
+    fraction = np.array(values) / np.exp2(exponent) - 1
+    return (((exponent + 7) << 3) + (fraction * 8).astype(int)).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("operation", "kind", "expected"),
+    [
+        ("add.acc::f16", "e4m3x4", e4m3([15, 448, 3.5, 288])),  # 15 is 1 + 2 + 12, 448 the largest
+        ("add", "e4m3x4", e4m3([15, 448, 3.5, 288])),
+        ("min", "e4m3x4", e4m3([1, 240, 0.5, 16])),
+        ("max", "e4m3x4", e4m3([12, 448, 2, 256])),
+    ],
+)
+def test_reductions_of_fp8(operation: str, kind: str, expected: np.ndarray) -> None:
+    rows = [e4m3([1, 240, 0.5, 16]), e4m3([2, 448, 1, 16]), e4m3([12, 256, 2, 256])]
+    members = np.stack([np.tile(row, 32 * 4) for row in rows])
+    out = np.zeros((32 * 4, 4), np.uint8)
+    body = (
+        f"multimem.ld_reduce.relaxed.gpu.global.{operation}.v4.{kind} {{%r1, %r2, %r3, %r4}},"
+        " [%rd0]; st.global.v4.u32 [%rd1], {%r1, %r2, %r3, %r4};"
+    )
+    machine_for(body, members, out, element_bytes=16).run()
+    assert (out == expected).all()
+
+
 def test_stores_and_updates_reach_all_members() -> None:
     members = np.random.default_rng(1).integers(0, 9, (4, 32)).astype(np.float32)
     stored, updated = members.copy(), members.copy()
@@ -102,6 +130,8 @@ def test_weak_stores_race_with_accesses_of_a_member() -> None:
         "multimem.ld_reduce.min.f32 %r1, [%rd0]",
         "multimem.ld_reduce.add.v4.u32 {%r1, %r2, %r3, %r4}, [%rd0]",
         "multimem.red.inc.u32 [%rd0], %r1",
+        "multimem.red.add.e4m3x4 [%rd0], %r1",
+        "multimem.ld_reduce.add.acc::f16.u32 %r1, [%rd0]",
         "multimem.ld_reduce.weak.relaxed.add.u32 %r1, [%rd0]",
     ],
 )

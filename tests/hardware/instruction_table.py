@@ -29,14 +29,14 @@ A module that has one of these does not load; the error names the line.
 
 | instruction | what of it |
 |---|---|
-| `cp.async.bulk.tensor` | `.im2col` and its kinds |
-| `mma` | a sparse A of 4-bit or 6-bit elements, or with scales |
-| `mma` | m8n8k4 of halves, elements of one and four bits (`.b1`, `.u4`, `.s4`) |
-| `multimem.*` | FP8 |
-| `tcgen05.mma` | sparse A (`.sp`), K = 96 |
-| `tcgen05.mma.ws` | sparse A (`.sp`), a mask of zero columns |
+| `cp.async.bulk.tensor` | `.im2col::w`, `.im2col::w::128` |
+| `cvt` | `.scaled::n2::ue8m0` to anything but `.bf16x2`; `.s2f6x2` |
 | `tex`, `tld4`, `txq`, `istypep`, `suld`, `sust`, `sured`, `suq` | textures and surfaces |
 | `vadd`, `vsub`, `vabsdiff`, `vmin`, `vmax`, `vshl`, `vshr`, `vmad`, `vset` | of one value |
+
+What a descriptor asks for at run time ends the kernel: K = 96 and absolute leading offsets
+(sm_103), sparsity selectors above 1, `tcgen05.mma.sp` with 64 rows in each CTA of a pair,
+`tcgen05.mma.ws` of 32 or 64 rows with a sparse A or with A in tensor memory.
 """
 
 

@@ -39,7 +39,6 @@ REFUSED(cuSurfObjectCreate, TEXTURES)
 REFUSED(cuModuleGetTexRef, TEXTURES)
 REFUSED(cuModuleGetSurfRef, TEXTURES)
 
-REFUSED(cuTensorMapEncodeIm2col, "the emulator has no im2col tensor maps")
-REFUSED(cuTensorMapEncodeIm2colWide, "the emulator has no im2col tensor maps")
+REFUSED(cuTensorMapEncodeIm2colWide, "the emulator has no tensor maps of the mode im2col::w")
 REFUSED(cuGreenCtxCreate, "the emulator has no green contexts")
 REFUSED(cuStreamBatchMemOp_v2, "one cuStreamWaitValue or cuStreamWriteValue each serves")

@@ -47,6 +47,7 @@ def run(scenario: str, image: Path, **options: object) -> tuple[ProgramRun, str]
         "cooperative",
         "shared_memory",
         "tensor_map",
+        "im2col_map",
         "memory",
         "words_in_memory",
         "graphs",
@@ -81,6 +82,8 @@ def test_refused_calls_say_why(image: Path):
     assert "goes 44 bytes beyond the end of allocation 1" in result.calls[0].text
     result, _ = run("tensor_map", image)
     assert "globalStrides[0] must be a multiple of 16 bytes" in result.calls[0].text
+    result, _ = run("im2col_map", image)
+    assert "pixelBoxLowerCorner[0] must be -32768 to 32767" in result.calls[0].text
 
 
 def test_the_status_is_the_programs(image: Path):

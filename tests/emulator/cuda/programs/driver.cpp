@@ -252,6 +252,33 @@ void tensor_map() {
         require(result[i] == (2 + i / 8) * 64 + 16 + i % 8, "an element of a box");
 }
 
+void im2col_map() {
+    CUdeviceptr a = allocate(3 * 6 * 4 * 4), out = allocate(32 * 4);  // images of 6 x 4 channels
+    std::vector<int> values(3 * 6 * 4);
+    for (size_t i = 0; i < values.size(); ++i) values[i] = int(i) + 1;
+    CU(cuMemcpyHtoD, a, values.data(), values.size() * 4);
+    CUtensorMap map;
+    cuuint64_t dims[] = {4, 6, 3}, strides[] = {16, 96};
+    cuuint32_t steps[] = {1, 1, 1};
+    int lower = -70000, upper = -1;
+    auto encode = [&] {
+        return RESULT(cuTensorMapEncodeIm2col, &map, CU_TENSOR_MAP_DATA_TYPE_INT32, 3u,
+                      reinterpret_cast<void*>(a), dims, strides, &lower, &upper, 4u, 8u, steps,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                      CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    require(encode() == CUDA_ERROR_INVALID_VALUE, "a corner that is not allowed");
+    lower = -1;
+    check(encode(), "cuTensorMapEncodeIm2col");
+    CUfunction function = kernel("load_pixels");
+    void* args[] = {&map, &out};
+    CU(cuLaunchKernel, function, 1, 1, 1, 32, 1, 1, 0, nullptr, args, nullptr);
+    std::vector<int> result = read(out, 32);
+    // Bases -1 to 4 of image 1, then those of image 2; the offset is 1.
+    for (int i = 0; i < 32; ++i)
+        require(result[i] == (1 + i / 24) * 24 + i % 24 + 1, "an element of a pixel");
+}
+
 void memory() {
     CUdeviceptr a = allocate(256);
     size_t size = 0;
@@ -421,6 +448,7 @@ int main(int, char** argv) {
         {"cooperative", cooperative},
         {"shared_memory", shared_memory},
         {"tensor_map", tensor_map},
+        {"im2col_map", im2col_map},
         {"memory", memory},
         {"words_in_memory", words_in_memory},
         {"graphs", graphs},

@@ -39,7 +39,11 @@ __global__ void dynamic(int* out, unsigned bytes) {
 struct alignas(64) Map {
     unsigned long long words[16];
 };
-__global__ void load_box(const __grid_constant__ Map map, int* out) {
+}
+
+// copy(shared memory, mbarrier) by one thread: 128 bytes.
+template <class Copy>
+__device__ void load_words(int* out, Copy copy) {
     __shared__ alignas(128) int box[32];
     __shared__ unsigned long long barrier;
     const auto at = static_cast<unsigned>(__cvta_generic_to_shared(&barrier));
@@ -49,18 +53,36 @@ __global__ void load_box(const __grid_constant__ Map map, int* out) {
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 128;" ::"r"(at)
                      : "memory");
+        copy(to, at);
+    }
+    __syncthreads();
+    asm volatile(
+        "{ .reg .pred done; again_%=: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;"
+        " @!done bra again_%=; }" ::"r"(at)
+        : "memory");
+    out[threadIdx.x] = box[threadIdx.x];
+}
+
+extern "C" {
+__global__ void load_box(const __grid_constant__ Map map, int* out) {
+    load_words(out, [&](unsigned to, unsigned at) {
         asm volatile(
             "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
             "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
             "l"(&map), "r"(16), "r"(2), "r"(at)
             : "memory");
-    }
-    __syncthreads();
-    asm volatile(
-        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;"
-        " @!done bra again; }" ::"r"(at)
-        : "memory");
-    out[threadIdx.x] = box[threadIdx.x];
+    });
+}
+
+__global__ void load_pixels(const __grid_constant__ Map map, int* out) {
+    load_words(out, [&](unsigned to, unsigned at) {
+        const unsigned short offset = 1;
+        asm volatile(
+            "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%2, %3, %4}], [%5], {%6};" ::"r"(to),
+            "l"(&map), "r"(0), "r"(-1), "r"(1), "r"(at), "h"(offset)
+            : "memory");
+    });
 }
 
 __global__ void race(int* a) {

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from .shape import require_int
 
-Scoring = Literal["softmax", "sigmoid", "sqrt_softplus"]
+Scoring = Literal["softmax", "sigmoid", "sqrt_softplus", "tanh_sigmoid"]
 SCORINGS: tuple[str, ...] = get_args(Scoring)
 MAX_GROUPS = 32  # a lane of a warp has a group
 MAX_ROUTER_EXPERTS = 1024
@@ -24,7 +24,9 @@ class Router:
 
     Attributes:
         scoring: "softmax" over all experts, "sigmoid", or "sqrt_softplus", the root of
-            log(1 + exp(logit)), where the sum is rounded: scores below 0.01 are coarse.
+            log(1 + exp(logit)), where the sum is rounded: scores below 0.01 are coarse; or
+            "tanh_sigmoid", the sigmoid as 0.5 + 0.5 tanh(0.5 logit), where weights get their scale
+            before they are divided, as in vLLM's kernel of groups.
         renormalize: weights are divided by their sum.
         num_groups: groups of neighbouring experts, of which each has as many, 1 to 32.
         num_chosen_groups: groups that a token's experts are from, 1 to num_groups. A group is as

@@ -24,6 +24,7 @@ _NUMBERS: dict[str, Any] = {
     "uint64_t": ctypes.c_uint64,
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
+    "double": ctypes.c_double,
 }
 _MEMBER = re.compile(
     r"(?:const )?(?P<type>[\w:]+)(?P<pointer>\*)? (?P<name>\w+)(?:\[(?P<size>\w+)\])?"

@@ -25,6 +25,7 @@ RULES = {
     "sigmoid": Router("sigmoid", renormalize=False),
     "sigmoid, groups": Router("sigmoid", num_groups=8, num_chosen_groups=3, scale=2.5),
     "sqrt_softplus": Router("sqrt_softplus", scale=1.5),
+    "tanh_sigmoid, groups": Router("tanh_sigmoid", num_groups=4, num_chosen_groups=2, scale=1.8),
 }
 
 
@@ -49,7 +50,7 @@ def expected(
     x = logits.double()
     if router.scoring == "softmax":
         scores = x.softmax(-1)
-    elif router.scoring == "sigmoid":
+    elif router.scoring in ("sigmoid", "tanh_sigmoid"):
         scores = x.sigmoid()
     else:
         scores = x.exp().log1p().sqrt()
@@ -270,7 +271,10 @@ def test_the_call_reads_what_was_routed(is_compiled: bool) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"scoring": "tanh"}, "scoring must be one of softmax, sigmoid, sqrt_softplus; got 'tanh'"),
+        (
+            {"scoring": "tanh"},
+            "scoring must be one of softmax, sigmoid, sqrt_softplus, tanh_sigmoid; got 'tanh'",
+        ),
         ({"renormalize": 1}, "renormalize must be a bool; got 1"),
         ({"num_groups": 33}, "num_groups must be 1 to 32; got 33"),
         ({"num_groups": 4, "num_chosen_groups": 5}, "num_chosen_groups must be 1 to num_groups"),
@@ -391,3 +395,41 @@ def test_deepseek_v4s_experts_and_weights_are_vllms_bit_for_bit(num_experts: int
         own, numbers = buffer.topk_weights, ~weights.isnan()
         assert torch.equal(own.isnan(), ~numbers)
         assert torch.equal(bits(own[numbers]), bits(weights[numbers]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_experts", "num_groups", "num_chosen_groups", "num_topk"),
+    [
+        (256, 8, 4, 8),
+        (64, 4, 2, 6),
+        (384, 1, 1, 8),
+        (160, 1, 1, 8),
+        (128, 1, 1, 4),
+        (512, 1, 1, 22),
+    ],
+)
+def test_grouped_experts_and_weights_are_vllms_bit_for_bit(
+    num_experts: int, num_groups: int, num_chosen_groups: int, num_topk: int, dtype: torch.dtype
+) -> None:
+    """The sizes of DeepSeek-V3, Kimi-K2, GLM-4.5 and Nemotron-3, and others."""
+    pytest.importorskip("vllm")
+    from vllm import _custom_ops
+
+    x = torch.randn(512, 256, device="cuda").bfloat16()
+    logits = 3 * torch.randn(512, num_experts, device="cuda").to(dtype)
+    logits[3, 5], logits[4, 7], logits[5] = 90.0, -90.0, 0.0
+    bias = torch.randn(num_experts, device="cuda") / 4
+    bias[::2] = 0.5
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        None, num_experts, 512, num_topk, 256, 128, device="cuda"
+    )
+    for renormalize, scale in ((True, 1.0), (True, 2.827), (False, 2.5)):
+        rule = Router("tanh_sigmoid", renormalize, num_groups, num_chosen_groups, scale)
+        deep_moe.route_and_prepare_inputs(x, logits, buffer, rule, correction_bias=bias)
+        weights, ids = _custom_ops.grouped_topk(
+            logits, num_groups, num_chosen_groups, num_topk, renormalize, scale, bias, 1
+        )
+        assert torch.equal(buffer.topk_idx.int(), ids)
+        assert torch.equal(bits(buffer.topk_weights), bits(weights))

@@ -42,6 +42,8 @@ RULES: dict[str, tuple[Router, torch.Tensor | None]] = {
     "sigmoid": (Router("sigmoid", renormalize=False), None),
     "softmax, bias": (Router(renormalize=False), BIAS),
     "sigmoid, bias, scale": (Router("sigmoid", scale=2.5), BIAS),
+    "groups": (Router("tanh_sigmoid", True, 4, 2, 2.5), BIAS),
+    "one group": (Router("tanh_sigmoid", False), BIAS),
 }
 
 
@@ -51,8 +53,13 @@ def router_of(rule: Router, bias: torch.Tensor | None, **others: Any) -> Any:
         FusedTopKBiasRouter,
     )
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+    from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
     given = {"top_k": TOPK, "global_num_experts": EXPERTS, "renormalize": rule.renormalize}
+    if rule.scoring == "tanh_sigmoid":
+        given |= {"scoring_func": "sigmoid", "num_expert_group": rule.num_groups}
+        given |= {"topk_group": rule.num_chosen_groups, "routed_scaling_factor": rule.scale}
+        return GroupedTopKRouter(**{"e_score_correction_bias": bias} | given | others)
     given |= {"scoring_func": rule.scoring} | others
     if bias is None and "hash_indices_table" not in given:
         return FusedTopKRouter(**given)
@@ -146,6 +153,10 @@ def others() -> dict[str, Any]:
     class Derived(FusedTopKRouter):
         pass
 
+    def grouped(**others: Any) -> Any:
+        rule = Router("tanh_sigmoid", num_groups=2, num_chosen_groups=2)
+        return router_of(rule, BIAS, **others)
+
     sizes = {"top_k": TOPK, "global_num_experts": EXPERTS}
     image = router_of(Router("sigmoid"), BIAS)
     image.bias_vl = BIAS
@@ -154,6 +165,11 @@ def others() -> dict[str, Any]:
         "derived": Derived(**sizes),
         "custom": CustomRoutingRouter(**sizes, custom_routing_function=lambda **_: None),
         "groups": GroupedTopKRouter(**sizes, num_expert_group=2, topk_group=1),
+        "groups of softmax": grouped(scoring_func="softmax"),
+        "groups without a bias": grouped(e_score_correction_bias=None),
+        "large groups": grouped(global_num_experts=128),
+        "more experts than the kernel has": grouped(global_num_experts=1024, num_expert_group=32),
+        "many experts of a token": grouped(top_k=16, global_num_experts=64),
         "square root of softplus": router_of(Router(), BIAS, scoring_func="sqrtsoftplus"),
         "table": router_of(Router(), None, hash_indices_table=torch.zeros(4, TOPK)),
         "image tokens": image,
@@ -169,6 +185,11 @@ NAMES = (
     "derived",
     "custom",
     "groups",
+    "groups of softmax",
+    "groups without a bias",
+    "large groups",
+    "more experts than the kernel has",
+    "many experts of a token",
     "square root of softplus",
     "table",
     "image tokens",
@@ -186,6 +207,33 @@ def test_other_routers_are_vllms(name):
     made = others()
     assert (*made,) == NAMES
     assert rule_of(made[name]) is None
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_groups", "num_chosen", "topk"),
+    [(256, 8, 4, 8), (384, 1, 1, 8), (160, 1, 1, 8), (512, 1, 1, 22)],
+)
+def test_rules_of_deepseek_v3_kimi_k2_glm_and_nemotron(num_experts, num_groups, num_chosen, topk):
+    from deep_moe.integrations.vllm.routing import rule_of
+
+    rule = Router("tanh_sigmoid", True, num_groups, num_chosen, 2.5)
+    sizes = {"top_k": topk, "global_num_experts": num_experts}
+    assert rule_of(router_of(rule, torch.zeros(num_experts), **sizes)) == rule
+
+
+def test_a_router_of_groups_leaves_padding_alone(installed):
+    installed("sm_90a")
+    x, logits = tokens(5)
+    rule = Router("tanh_sigmoid", num_groups=4, num_chosen_groups=2)
+    expected, _ = called_directly(rule, BIAS, x, logits)
+    padding = torch.arange(8) >= 3
+    with world() as config:
+        for skips in (False, True):
+            runner = runner_with(router_of(rule, BIAS, skip_padding=skips), prefix=f"layer.{skips}")
+            load(runner, "mxfp4", checkpoint("mxfp4"))
+            y = forward(runner, config, x, logits, is_padding=padding)
+            assert torch.equal(y[:3], expected[:3])
+            assert torch.equal(y[3:], expected[3:]) != skips
 
 
 def test_deepseek_v4s_rule_is_one():

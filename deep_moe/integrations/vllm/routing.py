@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
     FusedTopKRouter,
     _get_padding_mask,
 )
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
 from deep_moe.heuristics.router import Router
 
@@ -30,7 +32,6 @@ _NUMBERS_OF_EXPERTS = frozenset(
 # Of DeepSeek-V4, for which vLLM has a kernel. Its kernel for other routers of this scoring takes a
 # score to be the choice less the bias.
 _SQRT_SOFTPLUS_EXPERTS, _SQRT_SOFTPLUS_TOPK = (256, 384), 6
-_SCORINGS = {"softmax": "softmax", "sigmoid": "sigmoid", "sqrtsoftplus": "sqrt_softplus"}
 _ALIGNMENT = 16  # bytes of logits
 
 
@@ -39,34 +40,74 @@ def rule_of(router: Any) -> Router | None:
 
     router: of one of vLLM's classes, itself: a class that is derived from one may do otherwise.
     """
-    if router.eplb_state is not None or router.global_num_experts not in _NUMBERS_OF_EXPERTS:
+    bias = getattr(router, "e_score_correction_bias", None)
+    if router.eplb_state is not None or (bias is not None and bias.dtype != torch.float32):
         return None
-    scale = 1.0
+    if type(router) is GroupedTopKRouter:
+        return _rule_of_groups(router)
+    if router.global_num_experts not in _NUMBERS_OF_EXPERTS:
+        return None
     if type(router) is FusedTopKBiasRouter:
-        bias, scale = router.e_score_correction_bias, router.routed_scaling_factor
-        if (
-            bias is None
-            or bias.dtype != torch.float32
-            or router._hash_indices_table is not None
-            or router.bias_vl is not None
-            or router.num_fused_shared_experts > 0
-            # vLLM scales these weights in another launch, and rounds once more.
-            or (router.scoring_func == "softmax" and scale != 1.0)
-        ):
-            return None
-    elif type(router) is not FusedTopKRouter:
+        return _rule_with_bias(router)
+    if type(router) is not FusedTopKRouter or router.scoring_func not in ("softmax", "sigmoid"):
         return None
-    if router.scoring_func == "sqrtsoftplus" and not (
-        type(router) is FusedTopKBiasRouter
-        and router.global_num_experts in _SQRT_SOFTPLUS_EXPERTS
-        and router.top_k == _SQRT_SOFTPLUS_TOPK
-        and router.renormalize
+    return Router(router.scoring_func, renormalize=router.renormalize)
+
+
+def _rule_with_bias(router: FusedTopKBiasRouter) -> Router | None:
+    scale, renormalize = router.routed_scaling_factor, router.renormalize
+    if (
+        router.e_score_correction_bias is None
+        or router._hash_indices_table is not None
+        or router.bias_vl is not None
+        or router.num_fused_shared_experts > 0
     ):
         return None
-    if router.scoring_func not in _SCORINGS:
+    # With a scale, vLLM scales these weights in another launch, and rounds once more.
+    if router.scoring_func == "softmax" and scale == 1.0:
+        return Router("softmax", renormalize=renormalize)
+    if router.scoring_func == "sigmoid":
+        return Router("sigmoid", renormalize=renormalize, scale=scale)
+    if (
+        router.scoring_func == "sqrtsoftplus"
+        and router.global_num_experts in _SQRT_SOFTPLUS_EXPERTS
+        and router.top_k == _SQRT_SOFTPLUS_TOPK
+        and renormalize
+    ):
+        return Router("sqrt_softplus", scale=scale)
+    return None
+
+
+def _rule_of_groups(router: GroupedTopKRouter) -> Router | None:
+    """Of those for which vLLM has the faster of two kernels, DeepSeek-V3's and Kimi-K2's among
+    them."""
+    num_experts, num_groups = router.global_num_experts, router.num_expert_group
+    num_chosen, topk = router.topk_group, router.top_k
+    if (
+        router.scoring_func != "sigmoid"
+        or router.e_score_correction_bias is None
+        or router.num_fused_shared_experts > 0
+        or not envs.VLLM_USE_FUSED_MOE_GROUPED_TOPK
+        or num_experts <= num_groups
+        or num_experts % num_groups != 0
+    ):
         return None
-    scoring: Any = _SCORINGS[router.scoring_func]
-    return Router(scoring, renormalize=router.renormalize, scale=scale)
+    size = num_experts // num_groups
+    if num_groups == 1:
+        is_fast = (topk <= 8 and num_experts <= 512) or (topk == 22 and num_experts == 512)
+    else:
+        is_fast = (
+            topk <= 8
+            and num_experts <= 256
+            and size <= 32
+            and num_chosen <= 4
+            and num_chosen * size <= 128
+        )
+    if not is_fast:
+        return None
+    return Router(
+        "tanh_sigmoid", router.renormalize, num_groups, num_chosen, router.routed_scaling_factor
+    )
 
 
 def route_in_preparation(router: BaseRouter, served: ServedExperts) -> bool:
@@ -103,7 +144,9 @@ class PreparationRouting:
         input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         num_tokens = hidden_states.shape[0]
-        padding_mask = _get_padding_mask(num_tokens)
+        # A router of groups leaves padding alone, unless it was told otherwise.
+        skips_padding = getattr(self.router, "skip_padding", True)
+        padding_mask = _get_padding_mask(num_tokens) if skips_padding else None
         if (
             indices_type not in (None, torch.int64)
             or router_logits.dtype not in self.dtypes

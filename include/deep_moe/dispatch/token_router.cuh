@@ -19,7 +19,8 @@
 namespace deep_moe {
 
 // Config::router_scoring.
-inline constexpr uint32_t softmax_scoring = 0, sigmoid_scoring = 1, sqrt_softplus_scoring = 2;
+inline constexpr uint32_t softmax_scoring = 0, sigmoid_scoring = 1, sqrt_softplus_scoring = 2,
+                          tanh_sigmoid_scoring = 3;
 
 // Larger for larger values. NaN is 1; 0 is less than all of them.
 __device__ __forceinline__ uint32_t choice_key(float value) {
@@ -44,6 +45,9 @@ class TokenRouter {
     static constexpr uint32_t vector_words = vector_size * logit_bytes / 4;
     static constexpr uint32_t num_vectors = ceil_div(num_experts, warp_size* vector_size);
     static constexpr uint32_t num_values = num_vectors * vector_size;
+    // Otherwise they are added up in the order of a token's slots.
+    static constexpr bool adds_by_halves = Config::router_scoring == sqrt_softplus_scoring ||
+                                           Config::router_scoring == tanh_sigmoid_scoring;
     static constexpr uint32_t group_size = num_experts / Config::num_expert_groups;
     static_assert(Config::num_expert_groups * group_size == num_experts, "groups must be equal");
     static_assert(Config::num_expert_groups <= warp_size, "a lane has a group's score");
@@ -66,7 +70,7 @@ class TokenRouter {
 
     // A slot's expert, -1 if there is none left, and its weight: each lane gets those of the slot
     // of its own number. All 32 lanes.
-    __device__ void choose(uint32_t num_topk, float scale, int64_t& expert, float& weight) {
+    __device__ void choose(uint32_t num_topk, double scale, int64_t& expert, float& weight) {
         expert = -1;
         weight = 0.0f;
         float sum = 0.0f;
@@ -80,8 +84,16 @@ class TokenRouter {
                 weight = score;
             }
         }
-        if constexpr (Config::renormalizes) scale = shared_factor(scale, sum, weight);
-        weight *= scale;
+        if constexpr (adds_by_halves) sum = sum_by_halves(weight);
+        const float divisor = sum > 0.0f ? sum : 1.0f;
+        if constexpr (Config::router_scoring == tanh_sigmoid_scoring) {
+            weight = static_cast<float>(weight * scale);
+            if constexpr (Config::renormalizes) weight = __fdiv_rn(weight, divisor);
+        } else {
+            float factor = static_cast<float>(scale);
+            if constexpr (Config::renormalizes) factor = quotient(factor, divisor);
+            weight *= factor;
+        }
     }
 
  private:
@@ -89,19 +101,21 @@ class TokenRouter {
         uint32_t key, expert;
     };
 
-    // Which makes weights add up to `scale`. sum: of a token's scores in the order of its slots;
-    // score: of this lane's slot, or 0.
-    static __device__ float shared_factor(float scale, float sum, float score) {
+    static __device__ float quotient(float a, float b) {
         if constexpr (Config::router_scoring == sqrt_softplus_scoring) {
-            sum = score;
-#pragma unroll
-            for (uint32_t distance = warp_size / 2; distance > 0; distance /= 2) {
-                sum += __shfl_xor_sync(full_warp, sum, distance);
-            }
-            return ptx::div_full(scale, sum > 0.0f ? sum : 1.0f);
+            return ptx::div_full(a, b);
         } else {
-            return __fdiv_rn(scale, sum > 0.0f ? sum : 1.0f);
+            return __fdiv_rn(a, b);
         }
+    }
+
+    // Of all lanes' values.
+    static __device__ float sum_by_halves(float value) {
+#pragma unroll
+        for (uint32_t distance = warp_size / 2; distance > 0; distance /= 2) {
+            value += __shfl_xor_sync(full_warp, value, distance);
+        }
+        return value;
     }
 
     __device__ void load(const void* logits) {
@@ -160,11 +174,7 @@ class TokenRouter {
                 scores_[i] = expert_idx(i) < num_experts ? expf(scores_[i] - largest) : 0.0f;
                 sum += scores_[i];
             }
-#pragma unroll
-            for (uint32_t distance = warp_size / 2; distance > 0; distance /= 2) {
-                sum += __shfl_xor_sync(full_warp, sum, distance);
-            }
-            const float factor = __frcp_rn(sum);
+            const float factor = __frcp_rn(sum_by_halves(sum));
 #pragma unroll
             for (uint32_t i = 0; i < num_values; ++i) scores_[i] *= factor;
         } else {
@@ -183,6 +193,8 @@ class TokenRouter {
     static __device__ float score_alone(float logit) {
         if constexpr (Config::router_scoring == sigmoid_scoring) {
             return __frcp_rn(1.0f + __expf(-logit));
+        } else if constexpr (Config::router_scoring == tanh_sigmoid_scoring) {
+            return 0.5f * tanhf(0.5f * logit) + 0.5f;
         } else {
             return ptx::sqrt_approx_ftz(logit > 20.0f ? logit : logf(1.0f + __expf(logit)));
         }

@@ -53,7 +53,7 @@ struct PrepareInputsArgs {
     uint32_t num_experts;          // of expert_load
     const void* router_logits;     // bf16 or f32 [num_tokens][num_router_experts], or null
     const float* correction_bias;  // [num_router_experts], if Config::has_correction_bias
-    float router_scale;            // of the weights
+    double router_scale;           // of the weights
     uint32_t num_chunk_ctas;       // CTAs before those that choose experts
 };
 

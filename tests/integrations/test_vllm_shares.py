@@ -38,10 +38,13 @@ def inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, ids, 0.5 * ids
 
 
+@pytest.mark.parametrize("is_routed_alone", [False, True])
 @pytest.mark.parametrize("num_sharers", [2, 3, 4])
 @pytest.mark.parametrize("num_tokens", [0, 1, 3, 5, 8, 9])
-def test_shares_of_ranks_are_all_tokens_once(num_tokens: int, num_sharers: int):
-    """The last shares may be smaller, or empty."""
+def test_shares_of_ranks_are_all_tokens_once(
+    num_tokens: int, num_sharers: int, is_routed_alone: bool
+):
+    """The last shares may be smaller, or empty. is_routed_alone: experts are of the own share."""
     given = inputs(num_tokens)
     expected = torch.empty(num_tokens, HIDDEN)
     twice(expected, *given)
@@ -57,7 +60,11 @@ def test_shares_of_ranks_are_all_tokens_once(num_tokens: int, num_sharers: int):
             calls.append(call)
             twice(*call)
 
-        on_own_share(group, num_sharers, output, *given, run)
+        x, *routed = given
+        if is_routed_alone:
+            rows = slice(rank * share, (rank + 1) * share)
+            routed = [tensor[rows] for tensor in routed]
+        on_own_share(group, num_sharers, output, x, *routed, run)
         assert len(calls) == 1  # a rank without tokens, too, as the others wait for it
         assert torch.equal(output, expected)
         if num_tokens:

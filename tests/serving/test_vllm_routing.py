@@ -4,6 +4,7 @@ left alone. On a CPU vLLM has a router of its own, so the tests put those of GPU
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from deep_moe import Router
 from deep_moe.activations import Swiglu
 from deep_moe.integrations import served_experts
 from deep_moe.integrations.switch import LOW_LATENCY, PATH_VARIABLE
+from deep_moe.trial.rank_processes import run_on_ranks
 
 from .test_vllm import (
     EXPERTS,
@@ -24,6 +26,7 @@ from .test_vllm import (
     TOPK,
     checkpoint,
     forward,
+    install,
     installed,
     lines,
     load,
@@ -273,3 +276,45 @@ def test_layers_whose_router_stays_vllms(installed, caplog, monkeypatch, reason)
         load(runner, "mxfp4", checkpoint("mxfp4"))
     assert "chosen where" not in lines(caplog)[0]
     assert "_compute_routing" not in vars(router)
+
+
+def test_ranks_that_share_tokens_route_their_own_shares():
+    run_on_ranks(run_sharers, 2, "cpu")
+
+
+def run_sharers(device: torch.device) -> None:
+    """Every rank compares all rows with all experts on one rank: an odd number of tokens, one, of
+    which the second rank has none, and with a router whose choices are recorded."""
+    rank = torch.distributed.get_rank()
+    install(os.environ.__setitem__, "sm_90a")
+    rule, bias = RULES["sigmoid, bias, scale"]
+    with world(rank=rank, tp=2) as config:
+        runner = runner_with(router_of(rule, bias))
+        load(runner, "mxfp4", checkpoint("mxfp4"))
+        method = runner.routed_experts.quant_method
+        assert method.plan.num_sharers == 2
+        routing = runner.router._compute_routing
+        for num_tokens in (5, 1):
+            x, logits = tokens(num_tokens)
+            expected, experts = called_directly(rule, bias, x, logits)
+            own = routing(x, logits, None)[1].clone()
+            assert torch.equal(own, (experts[: -(-num_tokens // 2)], experts[3:])[rank])
+            assert torch.equal(forward(runner, config, x, logits), expected)
+        seen: list[torch.Tensor] = []
+        runner.router.set_capture_fn(seen.append)
+        _, weights = routed_by_hand(rule, bias, x, logits)
+        routing.vllms = lambda *_, **__: (weights, experts.int())
+        assert torch.equal(forward(runner, config, x, logits), expected)
+        assert torch.equal(seen[0], experts.int())
+
+
+def routed_by_hand(
+    rule: Router, bias: torch.Tensor | None, x: torch.Tensor, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts and weights, as the kernel has them."""
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        None, EXPERTS, MAX_TOKENS, TOPK, HIDDEN, INTERMEDIATE, weights="mxfp4", device="cpu"
+    )
+    deep_moe.route_and_prepare_inputs(x, logits, buffer, rule, correction_bias=bias, arch="sm_90a")
+    n = x.shape[0]
+    return buffer.topk_idx[:n].clone(), buffer.topk_weights[:n].clone()

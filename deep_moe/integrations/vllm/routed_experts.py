@@ -304,17 +304,12 @@ class DeepMoEMethod(FusedMoEMethodBase):
     def _routes(self, layer: RoutedExperts) -> bool:
         """Take the rule of the layer's router over, where the kernel gets tokens as the router
         does; whether that is so."""
-        if (
-            self.is_in_steps
-            or self.plan.num_sharers > 1
-            or layer.apply_router_weight_on_input
-            or self.served is None
-        ):
+        if self.is_in_steps or layer.apply_router_weight_on_input or self.served is None:
             return False
         runner = self.runners.get(layer.layer_name)
         if runner is None or runner.routed_experts is not layer:
             return False
-        return route_in_preparation(runner.router, self.served)
+        return route_in_preparation(runner.router, self.served, self.plan.num_sharers)
 
     def _laid_out(self, layer: RoutedExperts, *, are_made_up: bool) -> ServedExperts:
         """Its weights as the kernel reads them, or UnsupportedError."""

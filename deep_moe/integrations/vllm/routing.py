@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import envs
+from vllm.distributed import get_tp_group
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
     FusedTopKRouter,
@@ -19,6 +20,8 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 
 from deep_moe.heuristics.router import Router
+
+from .shares import rows_of_share
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
@@ -110,9 +113,10 @@ def _rule_of_groups(router: GroupedTopKRouter) -> Router | None:
     )
 
 
-def route_in_preparation(router: BaseRouter, served: ServedExperts) -> bool:
+def route_in_preparation(router: BaseRouter, served: ServedExperts, num_sharers: int) -> bool:
     """From now on, let the router's rule be computed where tokens are prepared, if it is one of
-    those; whether it is. served: whose `run` gets what the router gives, tokens as they are."""
+    those; whether it is. served: whose `run` gets what the router gives, tokens as they are.
+    num_sharers: as `on_own_share` has it."""
     rule = rule_of(router)
     sizes = served.sizes
     if rule is None or (router.global_num_experts, router.top_k) != (
@@ -120,17 +124,23 @@ def route_in_preparation(router: BaseRouter, served: ServedExperts) -> bool:
         sizes.num_topk,
     ):
         return False
-    router._compute_routing = PreparationRouting(router, rule, served)  # type: ignore[method-assign]
+    router._compute_routing = PreparationRouting(  # type: ignore[method-assign]
+        router, rule, served, num_sharers
+    )
     return True
 
 
 class PreparationRouting:
-    """In place of a router's `_compute_routing`, with its arguments and results."""
+    """In place of a router's `_compute_routing`, with its arguments and results. Of ranks that
+    share tokens, each routes its own share, and gives the results for that alone."""
 
-    def __init__(self, router: BaseRouter, rule: Router, served: ServedExperts) -> None:
+    def __init__(
+        self, router: BaseRouter, rule: Router, served: ServedExperts, num_sharers: int
+    ) -> None:
         self.router = router
         self.rule = rule
         self.served = served
+        self.num_sharers = num_sharers
         self.vllms = router._compute_routing
         has_own_kernel = rule.scoring == "sqrt_softplus"
         self.dtypes = (torch.float32,) if has_own_kernel else (torch.float32, torch.bfloat16)
@@ -147,21 +157,31 @@ class PreparationRouting:
         # A router of groups leaves padding alone, unless it was told otherwise.
         skips_padding = getattr(self.router, "skip_padding", True)
         padding_mask = _get_padding_mask(num_tokens) if skips_padding else None
+        x, logits = hidden_states, router_logits
+        if self.num_sharers > 1:
+            rows = rows_of_share(get_tp_group(), self.num_sharers, num_tokens)
+            x, logits = x[rows], logits[rows]
         if (
             indices_type not in (None, torch.int64)
-            or router_logits.dtype not in self.dtypes
+            or logits.dtype not in self.dtypes
             or router_logits.shape != (num_tokens, self.served.sizes.num_experts)
-            or not router_logits.is_contiguous()
-            or router_logits.data_ptr() % _ALIGNMENT != 0
+            or not logits.is_contiguous()
+            or logits.data_ptr() % _ALIGNMENT != 0
             or (padding_mask is not None and padding_mask.shape != (num_tokens,))
-            or num_tokens > self.served.max_tokens_per_rank
+            or (self.num_sharers > 1 and self._is_recorded())
         ):
             return self.vllms(hidden_states, router_logits, indices_type, input_ids=input_ids)
+        if padding_mask is not None and self.num_sharers > 1:
+            padding_mask = padding_mask[rows]
         bias = getattr(self.router, "e_score_correction_bias", None)
         return self.served.route(
-            hidden_states,
-            router_logits,
+            x,
+            logits,
             self.rule,
             correction_bias=None if bias is None else bias.data,
             padding_mask=padding_mask,
         )
+
+    def _is_recorded(self) -> bool:
+        """Whether vLLM wants to know the experts of all tokens."""
+        return self.router.capture_fn is not None or self.router._routing_replay_out is not None

@@ -22,20 +22,28 @@ def on_own_share(
     what all shares gave into `output`.
 
     group: vLLM's tensor parallel group, with `rank_in_group` and `all_gather`. num_sharers: its
-    ranks, if they hold the same tokens; otherwise 1, and the share is all of them.
+    ranks, if they hold the same tokens; otherwise 1, and the share is all of them. topk_ids,
+    topk_weights: of all tokens, or of this rank's share alone.
     """
     if num_sharers == 1:
         run(output, x, topk_ids, topk_weights)
         return
     num_tokens = x.shape[0]
-    share = -(-num_tokens // num_sharers)
-    first = group.rank_in_group * share
-    rows = slice(first, first + share)
+    rows = rows_of_share(group, num_sharers, num_tokens)
+    if topk_ids.shape[0] == num_tokens:
+        topk_ids, topk_weights = topk_ids[rows], topk_weights[rows]
     # The last ranks' shares may be smaller, or empty.
-    own = x.new_zeros(share, x.shape[1])
-    run(own[: x[rows].shape[0]], x[rows], topk_ids[rows], topk_weights[rows])
+    own = x.new_zeros(-(-num_tokens // num_sharers), x.shape[1])
+    run(own[: x[rows].shape[0]], x[rows], topk_ids, topk_weights)
     if num_tokens:
         output.copy_(group.all_gather(own, dim=0)[:num_tokens])
+
+
+def rows_of_share(group: Any, num_sharers: int, num_tokens: int) -> slice:
+    """Of all tokens, which this rank gives the kernel; both as `on_own_share` has them."""
+    share = -(-num_tokens // num_sharers)
+    first = group.rank_in_group * share
+    return slice(first, first + share)
 
 
 def mean_tokens(

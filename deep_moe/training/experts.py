@@ -138,9 +138,14 @@ class Experts:
             linear1 = self._linear1(received, ways)
         else:
             linear1 = self._dequantized(linear1)
-        d_rows = ways.gather(ways.receive(d_out))
+        received_d_out = ways.receive(d_out)
+        d_rows = ways.gather(received_d_out)
         row_weights = ways.receive_weights(topk_weights)
-        d_activated = self._data_gradient(d_rows, weights.down, rows)
+        fetches = self.precision == "fp8_dgrad" and not ways.receives_rows
+        d_activated = self._data_gradient(
+            received_d_out if fetches else d_rows, weights.down, rows, gathers=fetches
+        )
+        del received_d_out
         d_linear1 = linear1.empty_like()
         d_gate, d_up = d_linear1.halves()
         weighted, d_row_weights = steps.activate_backward(
@@ -201,41 +206,50 @@ class Experts:
 
     def _linear1(self, received: torch.Tensor, ways: Ways) -> Linear1:
         if self._quantizes:
-            # Once for a token, not for each of its rows.
-            gathered = ways.gather(self.steps.quantize_rows(received))
+            # Once for a token, not for each of its rows: products fetch them.
+            inputs, gathers = self.steps.quantize_rows(received), not ways.receives_rows
         else:
-            gathered = ways.gather(received, rounds_to_mxfp8=self.precision == "mxfp8")
-        gate, up = self.weights.gate, self.weights.up
-        return Linear1(
-            self._forward_product(gathered, gate, ways.rows),
-            None if up is None else self._forward_product(gathered, up, ways.rows),
+            inputs = ways.gather(received, rounds_to_mxfp8=self.precision == "mxfp8")
+            gathers = False
+        gate, up = (
+            None
+            if weights is None
+            else self._forward_product(inputs, weights, ways.rows, gathers=gathers)
+            for weights in (self.weights.gate, self.weights.up)
         )
+        assert gate is not None
+        return Linear1(gate, up)
 
     def _forward_product(
-        self, inputs: torch.Tensor, weights: torch.Tensor, rows: Rows
+        self, inputs: torch.Tensor, weights: torch.Tensor, rows: Rows, *, gathers: bool = False
     ) -> torch.Tensor:
         """Weights are rounded in every pass, and the rounded ones freed behind it, but for those
         that are frozen: an optimizer need not count a tensor's version up, so nothing cheap tells
-        that weights are the same. inputs: as the precision has them."""
+        that weights are the same. inputs: as the precision has them; quantized ones may be tokens,
+        which the product gathers."""
         if self.precision == "bf16":
             return grouped_product(inputs, weights, rows.offs)
         kind = "fp8" if self._quantizes else self.precision
         rounded = quantized_once(weights, (kind, type(self.steps)), self._rounded)
         if self._quantizes:
-            return self.steps.quantized_product(inputs, QuantizedWeights(*rounded), rows)
+            quantized = QuantizedWeights(*rounded)
+            return self.steps.quantized_product(inputs, quantized, rows, gathers=gathers)
         return grouped_product(inputs, rounded[0], rows.offs)
 
     def _data_gradient(
-        self, d_outputs: torch.Tensor, weights: torch.Tensor, rows: Rows
+        self, d_outputs: torch.Tensor, weights: torch.Tensor, rows: Rows, *, gathers: bool = False
     ) -> torch.Tensor:
         """d_outputs [R, N] times the transposed weights [experts, K, N]: [R, K]. With "fp8_dgrad"
         both are quantized; the weights' values are those of the forward pass, for a block of
-        128 x 128 is one in either direction."""
+        128 x 128 is one in either direction. Then d_outputs may be tokens, which the product
+        gathers."""
         if self.precision != "fp8_dgrad":
             return grouped_product(d_outputs, weights.transpose(1, 2), rows.offs)
         quantized = quantized_once(weights, ("fp8_dgrad", type(self.steps)), self._transposed)
         inputs = self.steps.quantize_rows(d_outputs)
-        return self.steps.quantized_product(inputs, QuantizedWeights(*quantized), rows)
+        return self.steps.quantized_product(
+            inputs, QuantizedWeights(*quantized), rows, gathers=gathers
+        )
 
     def _transposed(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As the products of data gradients take them: each K by rows."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from deep_moe.emulator.tensor_map import DataType, Swizzle, TensorMapSpec
 from deep_moe.fused.checks import check_contiguous, check_start, require_type
 from deep_moe.fused.gpu import Gpu, gpu_of
 from deep_moe.heuristics.products import COLUMN_ALIGNMENT, K_GROUP, GroupedProductConfig
-from deep_moe.heuristics.training import MAX_EXPERTS
+from deep_moe.heuristics.training import MAX_EXPERTS, MAX_TOPK
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import GroupedProductArgs, TensorMap
 from deep_moe.targets import products_target, target_of
@@ -31,6 +33,8 @@ def grouped_product(
     expert_begin: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     *,
+    slot_of_row: torch.Tensor | None = None,
+    num_topk: int = 1,
     arch: str | None = None,
 ) -> torch.Tensor:
     """Each expert's rows of x times its matrix, transposed: `y[row] = x[row] @ weight[e].T`.
@@ -54,6 +58,11 @@ def grouped_product(
             expert e has the first expert_count[e] rows of x[e]. Rows of a count that lie outside of
             x, or outside of x[e], are left out.
         out: bfloat16 [rows, N] or [experts, N_e, N], contiguous, where y is written.
+        slot_of_row: int32 [rows], for rows of tokens that the kernel fetches itself; needs
+            expert_begin. x is then [tokens, K] and x_sf [tokens, K/128], y has these rows, and row
+            r is of token `slot_of_row[r] // num_topk`. It is of zeros where the slot is negative or
+            of no token. None: row r of y is of row r of x.
+        num_topk: slots of each token, 1 to 32, with slot_of_row.
         arch: on a CPU "sm_90a", also by default, whose kernel runs in the emulator; on a GPU its
             own target or None. Only SM90 (H100, H200) has this kernel.
 
@@ -74,9 +83,10 @@ def grouped_product(
         CompileError: NVRTC refused the kernel.
     """
     _check(x, x_sf, weight, weight_sf, expert_count, expert_begin)
+    _check_slots(x, expert_begin, slot_of_row, num_topk)
     gpu = gpu_of(x.device)
-    num_experts, num_columns, num_values = weight.shape
-    shape = (*x.shape[:-1], num_columns)
+    num_columns = weight.shape[1]
+    shape = (*(x if slot_of_row is None else slot_of_row.unsqueeze(1)).shape[:-1], num_columns)
     if out is None:
         out = x.new_empty(shape, dtype=torch.bfloat16)
     else:
@@ -85,25 +95,71 @@ def grouped_product(
         check_start("out", out, _ALIGNMENT)
         given = {"x": x, "x_sf": x_sf, "weight": weight, "weight_sf": weight_sf}
         given |= {"expert_count": expert_count}
-        refuse_shared_memory({"out": out}, {**given, "expert_begin": expert_begin})
-    config = GroupedProductConfig(arch=_arch_of(arch, gpu, x.device))
-    num_rows = x.numel() // num_values
-    rows_per_expert = 0 if expert_begin is not None else x.shape[-2]
+        optional = {"expert_begin": expert_begin, "slot_of_row": slot_of_row}
+        refuse_shared_memory({"out": out}, {**given, **optional})
+    multiply(
+        x,
+        x_sf,
+        weight,
+        weight_sf,
+        out,
+        gpu,
+        _arch_of(arch, gpu, x.device),
+        expert_count=expert_count,
+        expert_begin=expert_begin,
+        slot_of_row=slot_of_row,
+        num_topk=num_topk,
+    )
+    return out
+
+
+def multiply(
+    x: torch.Tensor,
+    x_sf: torch.Tensor,
+    weight: torch.Tensor,
+    weight_sf: torch.Tensor,
+    out: torch.Tensor,
+    gpu: Gpu | None,
+    arch: str,
+    *,
+    expert_count: torch.Tensor | None = None,
+    expert_begin: torch.Tensor | None = None,
+    expert_end: torch.Tensor | None = None,
+    slot_of_row: torch.Tensor | None = None,
+    num_topk: int = 1,
+) -> None:
+    """`grouped_product` of arguments that are known to be right. expert_end: int32 [experts], in
+    place of counts and begins: where each expert's rows end, which begin where those of the expert
+    before end."""
+    config = GroupedProductConfig(gathers=slot_of_row is not None, arch=arch)
+    num_experts, num_columns, num_values = weight.shape
+    num_tokens, num_rows = x.numel() // num_values, out.numel() // num_columns
+    is_by_expert = expert_begin is None and expert_end is None
+    rows_per_expert = x.shape[-2] if is_by_expert else 0
     max_ctas = config.max_ctas(num_rows, num_experts, num_columns)
     num_ctas = min(max_ctas, _EMULATED_CTAS if gpu is None else gpu.num_sms)
     if num_ctas == 0:
-        return out
-    expert_stride = 0
-    if expert_begin is None:
-        expert_stride = x_sf.stride(0) - rows_per_expert * x_sf.stride(1)
+        return
+    expert_stride = x_sf.stride(0) - rows_per_expert * x_sf.stride(1) if is_by_expert else 0
+    row_stride = x.stride(-2) if x.numel() > num_values else num_values
+    given = {"expert_count": expert_count, "expert_begin": expert_begin, "expert_end": expert_end}
+    given["slot_of_row"] = slot_of_row
+    pointers = {name: 0 if t is None else t.data_ptr() for name, t in given.items()}
+    x_map = TensorMap()
+    if not config.gathers:
+        x_map = _map_of_rows(config, gpu, x.data_ptr(), row_stride, num_values, num_rows)
     args = GroupedProductArgs(
-        _tensor_map(_rows_spec(x, num_rows, config), gpu),
-        _tensor_map(_weight_spec(weight, config), gpu),
+        x_map,
+        _map_of_weights(config, gpu, weight.data_ptr(), *weight.shape),
         x_sf.data_ptr(),
         weight_sf.data_ptr(),
-        0 if expert_begin is None else expert_begin.data_ptr(),
-        expert_count.data_ptr(),
+        pointers["expert_begin"],
+        pointers["expert_count"],
+        pointers["expert_end"],
         out.data_ptr(),
+        pointers["slot_of_row"],
+        x.data_ptr(),
+        row_stride,
         expert_stride,
         x_sf.stride(-2),
         x_sf.stride(-1),
@@ -112,51 +168,67 @@ def grouped_product(
         rows_per_expert,
         num_columns,
         num_values // config.block_k,
+        num_tokens,
+        num_topk,
     )
-    read = {
-        "x": x,
-        "x_sf": x_sf,
-        "weight": weight,
-        "weight_sf": weight_sf,
-        "expert_count": expert_count,
-    }
-    if expert_begin is not None:
-        read["expert_begin"] = expert_begin
+    read = {"x": x, "x_sf": x_sf, "weight": weight, "weight_sf": weight_sf}
+    read |= {name: tensor for name, tensor in given.items() if tensor is not None}
     launch(gpu, config, args, num_ctas, read, {"y": out})
-    return out
 
 
-def _rows_spec(x: torch.Tensor, num_rows: int, config: GroupedProductConfig) -> TensorMapSpec:
+# The driver takes tens of microseconds from Python to encode a map. PyTorch's allocator gives a
+# layer the same addresses in every step.
+@lru_cache(maxsize=1024)
+def _map_of_rows(
+    config: GroupedProductConfig,
+    gpu: Gpu | None,
+    address: int,
+    row_stride: int,
+    num_values: int,
+    num_rows: int,
+) -> CppStruct:
     """Coordinates are (k, row, end), and stand for row `end - block_m + row` of x. So `row` counts
     towards `block_m`, which is out of bounds: of a box that begins with the n-th row before `end`
     n rows are x's, and zeros fill the rest. The address is the one that `row` and `end` of 0 would
     have, before x and never read."""
-    row_stride = x.stride(-2) if x.numel() > x.shape[-1] else x.shape[-1]
-    return TensorMapSpec(
-        DataType.UINT8,
-        x.data_ptr() - config.block_m * row_stride,
-        dims=(x.shape[-1], config.block_m, num_rows + 1),
-        strides=(row_stride, row_stride),
-        box=(config.block_k, config.block_m, 1),
-        swizzle=Swizzle.of_row_bytes(config.block_k),
+    return _encoded(
+        TensorMapSpec(
+            DataType.UINT8,
+            address - config.block_m * row_stride,
+            dims=(num_values, config.block_m, num_rows + 1),
+            strides=(row_stride, row_stride),
+            box=(config.block_k, config.block_m, 1),
+            swizzle=Swizzle.of_row_bytes(config.block_k),
+        ),
+        gpu,
     )
 
 
-def _weight_spec(weight: torch.Tensor, config: GroupedProductConfig) -> TensorMapSpec:
+@lru_cache(maxsize=1024)
+def _map_of_weights(
+    config: GroupedProductConfig,
+    gpu: Gpu | None,
+    address: int,
+    num_experts: int,
+    num_columns: int,
+    num_values: int,
+) -> CppStruct:
     """A box is a k-block of 128 columns of y, which are rows of a matrix. Behind a matrix is
     zero."""
-    num_experts, num_columns, num_values = weight.shape
-    return TensorMapSpec(
-        DataType.UINT8,
-        weight.data_ptr(),
-        dims=(num_values, num_columns, num_experts),
-        strides=(num_values, num_columns * num_values),
-        box=(config.block_k, K_GROUP, 1),
-        swizzle=Swizzle.of_row_bytes(config.block_k),
+    return _encoded(
+        TensorMapSpec(
+            DataType.UINT8,
+            address,
+            dims=(num_values, num_columns, num_experts),
+            strides=(num_values, num_columns * num_values),
+            box=(config.block_k, K_GROUP, 1),
+            swizzle=Swizzle.of_row_bytes(config.block_k),
+        ),
+        gpu,
     )
 
 
-def _tensor_map(spec: TensorMapSpec, gpu: Gpu | None) -> CppStruct:
+def _encoded(spec: TensorMapSpec, gpu: Gpu | None) -> CppStruct:
     image = spec.encode_emulated() if gpu is None else gpu.encode_tensor_map(spec)
     return TensorMap.from_buffer_copy(image)
 
@@ -229,6 +301,30 @@ def _check(
         check_contiguous(name, tensor)
     check_start("x", x, _ALIGNMENT)
     check_start("weight", weight, _ALIGNMENT)
+
+
+def _check_slots(
+    x: torch.Tensor,
+    expert_begin: torch.Tensor | None,
+    slot_of_row: torch.Tensor | None,
+    num_topk: int,
+) -> None:
+    require_type("num_topk", num_topk, int, "an int")
+    if slot_of_row is None:
+        if num_topk != 1:
+            raise ValueError(f"num_topk must be 1 without slot_of_row; got {num_topk}")
+        return
+    if not 1 <= num_topk <= MAX_TOPK:
+        raise ValueError(f"num_topk must be 1 to {MAX_TOPK}; got {num_topk}")
+    if expert_begin is None:
+        raise ValueError("expert_begin must be a tensor with slot_of_row; got None")
+    require_type("slot_of_row", slot_of_row, torch.Tensor, "a tensor")
+    if slot_of_row.ndim != 1 or slot_of_row.shape[0] > _MAX_ROWS:
+        raise ValueError(
+            f"slot_of_row must be [rows], at most 2**30; got shape {tuple(slot_of_row.shape)}"
+        )
+    _require("slot_of_row", slot_of_row, torch.int32, x.device, slot_of_row.shape)
+    check_contiguous("slot_of_row", slot_of_row)
 
 
 def _check_rows(x: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ from deep_moe.jit.kernel_args import (
     ScatterRowsArgs,
 )
 
-from .grouped_product import grouped_product
+from .grouped_product import multiply
 from .launching import launch
 from .quantized import QuantizedWeights, parts_of_rows, quantized_width
 from .rows import Rows, aligned
@@ -292,14 +292,29 @@ class KernelSteps:
         return quantized
 
     def quantized_product(
-        self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows
+        self,
+        inputs: torch.Tensor,
+        weights: QuantizedWeights,
+        rows: Rows,
+        *,
+        gathers: bool = False,
     ) -> torch.Tensor:
-        values, scales = parts_of_rows(inputs, weights.values.shape[2])
-        begin = torch.nn.functional.pad(rows.offs[:-1], (1, 0))
-        count = rows.offs - begin
-        return grouped_product(
-            values, scales, weights.values, weights.scales, count, begin, arch=self.arch
+        _num_experts, num_columns, num_values = weights.values.shape
+        values, scales = parts_of_rows(inputs, num_values)
+        product = inputs.new_empty(rows.num_rows, num_columns)
+        multiply(
+            values,
+            scales,
+            weights.values,
+            weights.scales,
+            product,
+            self.gpu,
+            self.arch,
+            expert_end=rows.offs,
+            slot_of_row=rows.slot_of_row if gathers else None,
+            num_topk=rows.num_topk,
         )
+        return product
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
         rounded = torch.empty_like(weights)

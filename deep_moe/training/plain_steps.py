@@ -145,8 +145,15 @@ class PlainSteps:
         return quantized_weights(weights)
 
     def quantized_product(
-        self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows
+        self,
+        inputs: torch.Tensor,
+        weights: QuantizedWeights,
+        rows: Rows,
+        *,
+        gathers: bool = False,
     ) -> torch.Tensor:
+        if gathers:
+            inputs = self.gather(inputs, rows)
         _num_experts, num_columns, num_values = weights.values.shape
         values, scales = parts_of_rows(inputs, num_values)
         wide = dequantize_e4m3_float(values, scales)

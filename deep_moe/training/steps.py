@@ -106,10 +106,15 @@ class Steps(Protocol):
         ...
 
     def quantized_product(
-        self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows
+        self,
+        inputs: torch.Tensor,
+        weights: QuantizedWeights,
+        rows: Rows,
+        *,
+        gathers: bool = False,
     ) -> torch.Tensor:
         """Quantized rows times their experts' weights, BF16 [R, N]. Rows behind the last expert's
-        end hold anything."""
+        end hold anything. gathers: inputs are tokens, as `gather` takes them."""
         ...
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:

@@ -78,12 +78,18 @@ class ProductTiles {
         const int64_t num_rows = args_.num_rows;
         int64_t begin = int64_t{expert} * args_.rows_per_expert;
         int64_t limit = num_rows;
-        if (args_.expert_begin != nullptr) {
-            begin = args_.expert_begin[expert];
+        int64_t end;
+        if (args_.expert_end != nullptr) {
+            begin = expert == 0 ? 0 : args_.expert_end[expert - 1];  //~ end_of_expert_before
+            end = args_.expert_end[expert];
         } else {
-            limit = min(num_rows, begin + args_.rows_per_expert);  //~ rows_of_own_expert
+            if (args_.expert_begin != nullptr) {
+                begin = args_.expert_begin[expert];
+            } else {
+                limit = min(num_rows, begin + args_.rows_per_expert);  //~ rows_of_own_expert
+            }
+            end = begin + args_.expert_count[expert];
         }
-        const int64_t end = begin + args_.expert_count[expert];
         begin = min(max(begin, int64_t{0}), limit);
         return {static_cast<uint32_t>(begin),
                 static_cast<uint32_t>(max(min(end, limit), begin))};  //~ rows_bounded

@@ -12,6 +12,8 @@ medians of the rounds are reported. Paths:
     mxfp8       ours with precision="mxfp8"
     fp8         ours with precision="fp8"
     fp8-dgrad   ours with precision="fp8_dgrad"
+    frozen      fp8 within frozen_weights, as passes behind the first one of an optimizer's step
+    frozen-dgrad  fp8-dgrad within frozen_weights
     plain       sorted by PyTorch, grouped_mm, torch.compile around it, PyTorch's autograd
     products    the six grouped products alone, on rows that are there
     quack       quack-kernels' grouped GEMMs with gathers and activation in them (quack_layer.py),
@@ -20,13 +22,14 @@ medians of the rounds are reported. Paths:
     liger       liger-cute-kernels' layer, one kernel for each pass (liger_layer.py)
 
 The last three are timed where they are asked for, and need `pip install quack-kernels` or
-`pip install liger-cute-kernels[cu12]`. `fp8` and `fp8-dgrad` are left out where a GPU has no
-products for them, unless they are asked for.
+`pip install liger-cute-kernels[cu12]`. Those of FP8 are left out where a GPU has no products for
+them, unless they are asked for.
 
 Each path is timed as Python calls it (`ms`) and as CUDA graphs of the same step are replayed
 (`graph_ms`): what the two differ by is time in which the GPU waits for the host, of which small
 layers have much. Both are the sum of their passes, `forward_ms` and `backward_ms`,
-`graph_forward_ms` and `graph_backward_ms`. Before anything is timed, ours and the libraries'
+`graph_forward_ms` and `graph_backward_ms`. A graph keeps no quantized weights, so frozen paths are
+not replayed. Before anything is timed, ours and the libraries'
 results are compared with the plain layer's (`error`, a norm). `tflops` counts the products of
 routed slots, without padding, and the time called from Python.
 `peak_gib` is what a path allocates beyond its inputs, parameters and gradients included, without
@@ -79,7 +82,9 @@ MODELS = {
 }
 DEFAULT_MODELS = ("qwen3-235b", "deepseek-v3, 32 experts", "fine-grained")
 TOKENS = (8192, 16384, 32768)
-PATHS = ("ours", "separate", "recompute", "mxfp8", "fp8", "fp8-dgrad", "plain", "products")
+FROZEN_PATHS = {"frozen": "fp8", "frozen-dgrad": "fp8_dgrad"}
+FP8_PATHS = ("fp8", "fp8-dgrad", *FROZEN_PATHS)
+PATHS = ("ours", "separate", "recompute", "mxfp8", *FP8_PATHS, "plain", "products")
 RESULTS = ("out", "x", "topk_weights", "w13", "w2")  # of a step: the output and gradients
 QUACK_PATHS = {"quack": {"tuned": False}, "quack-tuned": {"tuned": True}}
 LIBRARY_PATHS = (*QUACK_PATHS, "liger")
@@ -260,7 +265,18 @@ def default_paths(capability: tuple[int, int]) -> tuple[str, ...]:
     """Those that a GPU of this compute capability has products for."""
     target = target_of_capability(capability)
     has_fp8 = target is not None and target.has_grouped_product
-    return tuple(name for name in PATHS if not name.startswith("fp8") or has_fp8)
+    return tuple(name for name in PATHS if name not in FP8_PATHS or has_fp8)
+
+
+def frozen_paths(case: Case, names: Sequence[str], stack: ExitStack) -> dict[str, Step]:
+    """Of weights of their own, which are frozen as long as the stack is open."""
+    own = replace(
+        case,
+        w13=case.w13.detach().clone().requires_grad_(),
+        w2=case.w2.detach().clone().requires_grad_(),
+    )
+    stack.enter_context(deep_moe.frozen_weights(own.w13, own.w2))
+    return {name: own.our_step(precision=FROZEN_PATHS[name]) for name in names}
 
 
 def quack_paths(case: Case, products: Products) -> dict[str, Step]:
@@ -346,6 +362,9 @@ def measure(case: Case, num_rounds: int, wanted: Sequence[str]) -> dict[str, dic
     """By path: milliseconds (medians) called and replayed, tflops, peak_gib."""
     paths = paths_of(case)
     with ExitStack() as stack:
+        frozen = [name for name in wanted if name in FROZEN_PATHS]
+        if frozen:
+            paths |= frozen_paths(case, frozen, stack)
         quack = [name for name in wanted if name in QUACK_PATHS]
         if quack:
             made = quack_paths(case, installed_products())
@@ -374,9 +393,10 @@ def _measured(
         if name in errors:
             results[name]["error"] = round(errors[name], 5)
     called = times(paths, num_rounds)
-    replayed = times(captured(paths), num_rounds)
+    in_graphs = {name: step for name, step in paths.items() if name not in FROZEN_PATHS}
+    replayed = times(captured(in_graphs), num_rounds)
     for name, result in results.items():
-        for prefix, found in (("", called[name]), ("graph_", replayed[name])):
+        for prefix, found in (("", called[name]), ("graph_", replayed.get(name, {}))):
             result |= {prefix + key: round(value, 4) for key, value in found.items()}
         result["tflops"] = round(case.flop / result["ms"] / 1e9, 1)
     return results
@@ -457,13 +477,18 @@ def entry_of(name: str, num_tokens: int, num_rounds: int, paths: Sequence[str]) 
 def lines(entry: dict[str, Any]) -> str:
     """An entry for people."""
     return "\n".join(
-        f"{entry['model']:24} {entry['tokens']:6} {path:11} {found['ms']:9.3f} ms "
-        f"({found['forward_ms']:.3f} + {found['backward_ms']:.3f}) "
-        f"{found['graph_ms']:9.3f} ms in graphs "
-        f"({found['graph_forward_ms']:.3f} + {found['graph_backward_ms']:.3f}) "
+        f"{entry['model']:24} {entry['tokens']:6} {path:12} {_milliseconds(found, '')} "
+        f"{_milliseconds(found, 'graph_'):>43} in graphs "
         f"{found['tflops']:7.1f} TFLOPS  {found['peak_gib']:7.2f} GiB"
         for path, found in entry["paths"].items()
     )
+
+
+def _milliseconds(found: dict[str, float], prefix: str) -> str:
+    if prefix + "ms" not in found:
+        return "-"
+    whole, *passes = (found[f"{prefix}{name}ms"] for name in ("", "forward_", "backward_"))
+    return f"{whole:9.3f} ms ({passes[0]:.3f} + {passes[1]:.3f})"
 
 
 if __name__ == "__main__":

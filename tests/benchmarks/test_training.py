@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import liger_layer, quack_layer, training
+from deep_moe.training import kept_weights
 
 MODEL = training.Model(hidden=128, intermediate=128, num_experts=4, num_topk=2)
 
@@ -29,6 +31,28 @@ def test_all_paths_run_and_agree(case: training.Case) -> None:
     training.check(case, paths)
     for path in paths.values():
         path()
+
+
+def test_frozen_paths_are_those_that_quantize(case: training.Case) -> None:
+    quantized = training.paths_of(case)
+    with ExitStack() as stack:
+        frozen = training.frozen_paths(case, list(training.FROZEN_PATHS), stack)
+        for name, same in (("frozen", "fp8"), ("frozen-dgrad", "fp8-dgrad")):
+            for found, expected in zip(frozen[name](), quantized[same](), strict=True):
+                assert torch.equal(found, expected)
+        assert all(entry._copies for entry in kept_weights._kept.values())
+    assert not kept_weights._kept
+
+
+def test_lines_of_a_path_without_graphs() -> None:
+    times = {"ms": 3.0, "forward_ms": 1.0, "backward_ms": 2.0}
+    found = {**times, **{f"graph_{name}": value for name, value in times.items()}}
+    found |= {"tflops": 5.0, "peak_gib": 0.5}
+    alone = {name: value for name, value in found.items() if not name.startswith("graph_")}
+    entry = {"model": "m", "tokens": 8, "paths": {"fp8": found, "frozen": alone}}
+    with_graphs, without = training.lines(entry).splitlines()
+    assert with_graphs.count("3.000 ms (1.000 + 2.000)") == 2
+    assert without.count("3.000 ms (1.000 + 2.000)") == 1
 
 
 def test_a_wrong_layer_is_not_timed(case: training.Case) -> None:
@@ -201,7 +225,7 @@ def test_ligers_memory_is_for_the_layer_and_ends_with_it(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("capability", "has_fp8"), [((9, 0), True), ((10, 0), False)])
 def test_fp8_is_timed_where_there_are_products(capability: tuple[int, int], has_fp8: bool) -> None:
     paths = training.default_paths(capability)
-    fp8_paths = {"fp8", "fp8-dgrad"}
+    fp8_paths = {"fp8", "fp8-dgrad", "frozen", "frozen-dgrad"}
     assert fp8_paths & set(paths) == (fp8_paths if has_fp8 else set())
     assert set(paths) | fp8_paths == set(training.PATHS)
 

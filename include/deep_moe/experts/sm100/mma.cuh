@@ -180,14 +180,7 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
     const SharedMemory<Config> smem = shared_memory.uniform();
     const StageDescriptors<Config> descriptors(smem);
     tmem = ptx::uniform(tmem);
-    // The same lane as below, whose MMAs come behind it.
-    if constexpr (Config::Weights::has_unit_scales) {
-        if (ptx::elect_sync()) {
-            ptx::tcgen05_cp_cta_group2_32x128b_warpx4(tmem + Config::Tmem::weight_sf_column,
-                                                      descriptors.weight_sf);  //~ unit_scales
-        }
-        __syncwarp();
-    }
+    [[maybe_unused]] bool are_unit_scales_there = false;
     RingPosition<Config::num_stages> ring;
     [[maybe_unused]] RingPosition<num_decoded_slots<Config>> decoded;
     RingPosition<Config::num_tmem_stages> accumulators;
@@ -200,6 +193,16 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
             return;
         }
         ptx::tcgen05_fence_after_thread_sync();
+        if constexpr (Config::Weights::has_unit_scales) {
+            // Not before there is a block: its commits cover the copy, and tensor memory is freed
+            // behind them. The same lane as below, whose MMAs come behind it.
+            if (!are_unit_scales_there && ptx::elect_sync()) {
+                ptx::tcgen05_cp_cta_group2_32x128b_warpx4(tmem + Config::Tmem::weight_sf_column,
+                                                          descriptors.weight_sf);  //~ unit_scales
+            }
+            __syncwarp();
+            are_unit_scales_there = true;
+        }
 
         //~ mma_column
         const uint32_t accumulator = tmem + Config::Tmem::accumulator_column +

@@ -38,7 +38,8 @@ def fuzz(
         typer.Option(
             "--path",
             help="Cases of this path only: fused, split, throughput (the layer of many tokens), "
-            "grouped (GroupedExperts), training (the differentiable layer, forward and backward) "
+            "grouped (GroupedExperts), adapters (what adapters of engines do with ranks' tokens in "
+            "front of the fused call), training (the differentiable layer, forward and backward) "
             "or product (grouped_product). Otherwise all in turn.",
         ),
     ] = None,
@@ -78,6 +79,7 @@ def fuzz(
     """Run random small layers with all checks on. Each failure ends with the command that repeats
     it, and the run ends with a summary of the cases."""
     from deep_moe.targets import target_of
+    from deep_moe.trial.adapter_fuzzing import AdapterCase
     from deep_moe.trial.fuzz_workers import outcomes
     from deep_moe.trial.fuzzing import (
         ARCHS,
@@ -99,7 +101,10 @@ def fuzz(
         raise typer.BadParameter("--corpus is for cases outside of the grid")
     kinds: dict[str, type[Case]] = {
         kind.path: kind
-        for kind in (FuzzCase, SplitCase, ThroughputCase, GroupedCase, TrainingCase, ProductCase)
+        for kind in (
+            *(FuzzCase, SplitCase, ThroughputCase, GroupedCase),
+            *(AdapterCase, TrainingCase, ProductCase),
+        )
     }
     if path not in (None, *kinds):
         raise typer.BadParameter(f"--path must be one of {', '.join(kinds)}; got {path!r}")
@@ -143,7 +148,7 @@ def fuzz(
         turns = (
             *(FuzzCase, SplitCase, TrainingCase),
             *(FuzzCase, ThroughputCase, ProductCase, TrainingCase),
-            *(FuzzCase, GroupedCase, ProductCase, TrainingCase),
+            *(FuzzCase, GroupedCase, AdapterCase, ProductCase, TrainingCase),
         )
         drawn: Sequence[type[Case]] = turns if path is None else (kinds[path],)
         cases = itertools.chain(

@@ -58,7 +58,7 @@ def run_emulated_ranks(
     """All ranks in this process, one call after the other in the same buffers. What each rank got,
     call by call. options: keyword arguments of `EmulatedRanks.call`."""
     with _emulated_ranks(shape) as ranks:
-        weights = _transformed(ranks, layer, options.get("arch"))
+        weights = transformed_weights(shape, layer, options.get("arch"))
         options["biases"] = rank_biases(layer, shape, options.get("arch"))
         outputs = []
         for tokens in calls:
@@ -85,7 +85,7 @@ def run_emulated_in_a_row(
     The inputs are the tokens' values in BF16, see `model_inputs`.
     """
     with _emulated_ranks(shape) as ranks:
-        weights = _transformed(ranks, layer, options.get("arch"))
+        weights = transformed_weights(shape, layer, options.get("arch"))
         given = given_options("run_emulated_in_a_row", cast(CallOptions, options))
         each = [with_numerics(given, activation, activation_clamp, fast_math)] * len(calls)
         biases = rank_biases(layer, shape, given.get("arch"))
@@ -184,7 +184,8 @@ def trace_emulated_ranks(
         for buffer, own in zip(ranks.buffers, tokens, strict=True):
             fill_inputs(buffer, own)
         call["biases"] = rank_biases(layer, shape, call.get("arch"))
-        _call_emulated_ranks(ranks, _transformed(ranks, layer, call.get("arch")), tokens, call)
+        weights = transformed_weights(shape, layer, call.get("arch"))
+        _call_emulated_ranks(ranks, weights, tokens, call)
         return [recorder.collect() for recorder in recorders]
 
 
@@ -257,17 +258,18 @@ def rank_biases(layer: LayerParts, shape: MoEShape, arch: str | None) -> list[Me
     return biases or None
 
 
-def _transformed(ranks: EmulatedRanks, layer: LayerParts, arch: str | None) -> list[MegaMoEWeights]:
-    """Each rank's weights."""
-    num_ranks = ranks.shape.num_ranks
+def transformed_weights(
+    shape: MoEShape, layer: LayerParts, arch: str | None
+) -> list[MegaMoEWeights]:
+    """Each rank's."""
     return [
         transform_weights_for_mega_moe(
-            *layer.of_rank(rank, num_ranks),
+            *layer.of_rank(rank, shape.num_ranks),
             arch=arch,
-            weights=ranks.shape.weights,
-            token_format=ranks.shape.token_format,
+            weights=shape.weights,
+            token_format=shape.token_format,
         )
-        for rank in range(num_ranks)
+        for rank in range(shape.num_ranks)
     ]
 
 

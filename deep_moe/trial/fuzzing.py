@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import torch
 
-from deep_moe.activations import ACTIVATIONS
+from deep_moe.activations import ACTIVATIONS, Activation, Swiglu
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.formats.numerics import FP32_SUM_BITS
 from deep_moe.heuristics import MoEShape
@@ -74,6 +74,8 @@ ALL_ACTIVATIONS = (
     *(case for kind in ACTIVATIONS.values() for case in kind.rounded_cases()),
 )
 NUMS_SHARED = (0, 1, 3)
+# How many tokens ranks have in a call (`counts_of_ranks`).
+TOKENS_OF_RANKS = ("any", "few", "many", "one rank has none", "one rank has all", "none, 1 or most")
 BESIDE = " x "  # between a format of weights and one of tokens
 SMALL_POOL, _MAX_TOKENS_OF_SMALL_POOL = 384, 192
 # Of the list of blocks.
@@ -104,7 +106,7 @@ def axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "scales": ("the kernel's", "fewer", "fewest"),
         # By hand, one call after the other; by `prepare_inputs`, with no wait between the calls.
         "inputs": ("filled", "prepared"),
-        "tokens": ("any", "few", "many", "one rank has none"),
+        "tokens": TOKENS_OF_RANKS,
         "slots": (
             "all",
             "unused",
@@ -209,27 +211,29 @@ class FuzzCase:
     @cached_property
     def shape(self) -> MoEShape:
         num_ranks, num_experts, num_topk, hidden, intermediate_hidden = self.values["shape"]
+        pool = self.values.get("pool")
         return MoEShape(
             num_ranks=num_ranks,
             num_experts=num_experts,
             num_topk=num_topk,
             hidden=hidden,
             intermediate_hidden=intermediate_hidden,
-            num_max_tokens_per_rank=(
-                _MAX_TOKENS if self.values["pool"] is None else _MAX_TOKENS_OF_SMALL_POOL
-            ),
-            num_pool_tokens=self.values["pool"],
+            num_max_tokens_per_rank=(_MAX_TOKENS if pool is None else _MAX_TOKENS_OF_SMALL_POOL),
+            num_pool_tokens=pool,
             weights=self._formats[0],
             token_format=self._formats[1],
-            biases=self.has_gate and self.values["biases"] == "both layers",
+            biases=self.has_gate and self.values.get("biases") == "both layers",
             has_gate=self.has_gate,
             num_shared_experts=self.values.get("shared experts", 0),
         )
 
     @property
     def has_gate(self) -> bool:
-        has_gate: bool = self.values["activation"].has_gate
-        return has_gate
+        return self.activation.has_gate
+
+    @property
+    def activation(self) -> Activation:
+        return cast(Activation, self.values.get("activation", Swiglu()))
 
     @property
     def target_weights(self) -> TargetWeights:
@@ -256,7 +260,14 @@ class FuzzCase:
         return [
             [
                 self._tokens(rank, count, choose.randrange(2**31))
-                for rank, count in enumerate(self._counts(choose))
+                for rank, count in enumerate(
+                    counts_of_ranks(
+                        self.values["tokens"],
+                        self.shape.num_ranks,
+                        self.shape.num_max_tokens_per_rank,
+                        choose,
+                    )
+                )
             ]
             for _ in range(NUM_CALLS)
         ]
@@ -289,15 +300,20 @@ class FuzzCase:
 
     def as_received(self, tokens: Tokens) -> Tokens:
         """A rank's tokens as the experts get them."""
-        return model_inputs(tokens)[1] if self.values["inputs"] == "prepared" else tokens
+        return model_inputs(tokens)[1] if self.is_prepared else tokens
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the input is in BF16."""
+        return bool(self.values["inputs"] == "prepared")
 
     def expected(self, tokens: Tokens, layer: Layer) -> torch.Tensor | Bounds:
         """A rank's output, or what it may be where the activation leaves no result exact."""
-        activation = self.values["activation"]
+        activation = self.activation
         inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
         numerics = self.target_weights.numerics
         # Prepared, float scales are no powers of two.
-        has_odd_scales = self.shape.tokens.has_float_scales and self.values["inputs"] == "prepared"
+        has_odd_scales = self.shape.tokens.has_float_scales and self.is_prepared
         y = initial_y(tokens.num_tokens, self.shape.hidden) if self.accumulates else None
         if activation in EXACT_ACTIVATIONS and not has_odd_scales:
             return reference_mega_moe(
@@ -320,7 +336,7 @@ class FuzzCase:
 
     @property
     def accumulates(self) -> bool:
-        return bool(self.values["y"] == "added to")
+        return self.values.get("y") == "added to"
 
     @property
     def overrides(self) -> dict[str, int]:
@@ -338,7 +354,7 @@ class FuzzCase:
         options: dict[str, Any] = {
             "arch": self.arch,
             "num_sms": 4,
-            "activation": self.values["activation"],
+            "activation": self.activation,
             "overrides": self.overrides,
             "accumulate": self.accumulates,
             "schedule": self.values["schedule"],
@@ -347,17 +363,6 @@ class FuzzCase:
         if self.values["inputs"] == "prepared":
             return run_emulated_in_a_row(self.shape, layer, calls, **options)
         return run_emulated_ranks(self.shape, layer, calls, **options)
-
-    def _counts(self, choose: random.Random) -> list[int]:
-        """Tokens of each rank."""
-        most = self.shape.num_max_tokens_per_rank
-        lowest, highest = {"few": (1, 3), "many": (most - 3, most)}.get(
-            self.values["tokens"], (0, most)
-        )
-        counts = [choose.randint(lowest, highest) for _ in range(self.shape.num_ranks)]
-        if self.values["tokens"] == "one rank has none":
-            counts[choose.randrange(len(counts))] = 0
-        return counts
 
     def _tokens(self, rank: int, count: int, seed: int) -> Tokens:
         slots = self.values["slots"]
@@ -412,6 +417,20 @@ class Coverage:
     def num_all_pairs(self) -> int:
         """That there are, for the paths and architectures that had a case."""
         return sum(self._num_pairs.values())
+
+
+def counts_of_ranks(kind: str, num_ranks: int, most: int, choose: random.Random) -> list[int]:
+    """Tokens of each rank. kind: of TOKENS_OF_RANKS."""
+    if kind == "none, 1 or most":
+        return [choose.choice((0, 1, most)) for _ in range(num_ranks)]
+    lowest, highest = {"few": (1, 3), "many": (most - 3, most)}.get(kind, (0, most))
+    counts = [choose.randint(lowest, highest) for _ in range(num_ranks)]
+    chosen = choose.randrange(num_ranks)
+    if kind == "one rank has none":
+        counts[chosen] = 0
+    elif kind == "one rank has all":
+        counts = [choose.randint(1, most) * (rank == chosen) for rank in range(num_ranks)]
+    return counts
 
 
 def rows_of_a_round(sizes: Sequence[int], num_held: int) -> int:

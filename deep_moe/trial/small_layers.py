@@ -11,6 +11,7 @@ import torch
 
 from deep_moe.activations import GeluTanh, Relu2, Situ, Swiglu, SwigluOai, SwigluStep
 
+from .adapter_fuzzing import AdapterCase
 from .fuzzing import SMALL_POOL, Case, FuzzCase
 from .grouped_fuzzing import GroupedCase
 from .product_fuzzing import ProductCase
@@ -66,6 +67,14 @@ _TRAINING: dict[str, Any] = {
     "gates": "numbers",
     "schedule": "random",
 }
+_ADAPTERS: dict[str, Any] = {
+    **{axis: _FUSED[axis] for axis in ("weights", "shape", "slots", "values", "schedule")},
+    "same tokens": "none",
+    "calls": "several",
+    "expected": "unknown",
+    "ids": torch.int64,
+    "tokens": "none, 1 or most",
+}
 # Of experts whose tokens are there already: rows that a small ring has to hold one after another.
 _GROUPED: dict[str, Any] = {
     "weights": "mxfp4 x mxfp8",
@@ -106,6 +115,7 @@ _TRAINED: tuple[dict[str, Any], ...] = (
 _PREPARED = {"inputs": "prepared"}  # by a kernel, with no wait between the calls
 _RING = {"pool": SMALL_POOL, "tokens": "many"}
 _EMPTY = {"tokens": "one rank has none"}
+_ALL = {"tokens": "one rank has all"}
 _BIASED = {"biases": "both layers"}
 _WIDE = {"shape": (2, 6, 2, 384, 512)}
 _LIMITED = {"activation": SwigluOai(limit=24.0)}
@@ -120,6 +130,9 @@ def _cases() -> Iterator[Case]:
 
     def throughput(arch: str, weights: str, **values: Any) -> Case:
         return ThroughputCase(0, arch, {**_THROUGHPUT, "weights": weights, **values})
+
+    def adapters(arch: str, weights: str, **values: Any) -> Case:
+        return AdapterCase(0, arch, {**_ADAPTERS, "weights": weights, **values})
 
     yield fused(
         "sm_100a", "mxfp4 x mxfp8", **_RING, **{"shared experts": 1}, chunks="of several sizes"
@@ -139,7 +152,7 @@ def _cases() -> Iterator[Case]:
     yield fused("sm_90a", "fp8 x fp8_token", **_PREPARED, **_WIDE, activation=Relu2())
     yield fused("sm_90a", "bf16 x bf16", tile=3, slots="all to one expert", **_WIDE)
     yield fused("sm_90a", "mxfp4 x bf16", **_RING, tile=2, turns="of one m-block", y="added to")
-    yield fused("sm_90a", "nvfp4 x bf16", **_EMPTY, **_BIASED, tile=3)
+    yield fused("sm_90a", "nvfp4 x bf16", **_ALL, **_BIASED, tile=3)
     yield fused("sm_100a", "nvfp4 x nvfp4", **_PREPARED, values="NaN", tile=2, **_LIMITED)
     yield fused(
         "sm_100a",
@@ -149,7 +162,7 @@ def _cases() -> Iterator[Case]:
         slots="named twice",
         scales="fewest",
     )
-    yield fused("sm_100a", "mxfp8 x mxfp8", **_EMPTY, slots="unused")
+    yield fused("sm_100a", "mxfp8 x mxfp8", **_ALL, slots="unused")
     yield fused("sm_90a", "int4 x bf16", **_PREPARED, tile=2, slots="unused", scales="fewest")
     yield fused("sm_100a", "mxfp4 x bf16", **_RING, tile=2, y="added to")
     yield fused("sm_100a", "nvfp4 x bf16", **_EMPTY, **_BIASED, tile=3)
@@ -157,13 +170,28 @@ def _cases() -> Iterator[Case]:
     yield fused("sm_90a", "mxfp8 x bf16", **_RING, tile=0)
     yield split("sm_90a", "mxfp4 x mxfp8", slots="named twice", **_EMPTY)
     yield split(
-        "sm_100a", "bf16 x bf16", kernels="two", placement="experts", rows="fetched", **_LIMITED
+        "sm_100a",
+        "bf16 x bf16",
+        **_ALL,
+        kernels="two",
+        placement="experts",
+        rows="fetched",
+        **_LIMITED,
     )
-    yield throughput("sm_90a", "bf16 x bf16", slots="unused", room="for what comes")
+    yield throughput("sm_90a", "bf16 x bf16", **_ALL, slots="unused", room="for what comes")
     yield throughput("sm_100a", "mxfp4 x mxfp8", **_EMPTY, rows="written there", alignment=32)
     yield GroupedCase(0, "sm_90a", {**_GROUPED, "weights": "fp8 x fp8_128", "rows": "few"})
     yield GroupedCase(
         1, "sm_100a", {**_GROUPED, "pool": SMALL_POOL, "layout": "one behind the other"}
+    )
+    yield adapters("sm_90a", "mxfp4 x mxfp8")
+    yield adapters(
+        "sm_100a",
+        "fp8 x fp8_token",
+        shape=(4, 8, 2, 256, 128),
+        **{"same tokens": "pairs"},
+        ids=torch.int32,
+        expected="known",
     )
     for values in _TRAINED:
         yield TrainingCase(1, {**_TRAINING, **values})
@@ -181,6 +209,7 @@ def words_of(case: Case) -> str:
         "split": _SPLIT,
         "throughput": _THROUGHPUT,
         "grouped": _GROUPED,
+        "adapters": _ADAPTERS,
         "training": _TRAINING,
         "product": _PRODUCT,
     }

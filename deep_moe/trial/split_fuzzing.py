@@ -99,10 +99,6 @@ class SplitCase(FuzzCase):
         weights = str(self.values["weights"]).partition(BESIDE)[0]
         return cast("WeightsName", weights), token_format(self.token_format).in_products
 
-    @property
-    def accumulates(self) -> bool:
-        return False
-
     def received(self, tokens: Sequence[Tokens]) -> torch.Tensor:
         return received_rows(self.shape, tokens)
 
@@ -116,7 +112,7 @@ class SplitCase(FuzzCase):
         return Tokens(values, x_sf, own.topk_idx, own.topk_weights)
 
     def expected(self, tokens: Tokens, layer: Layer) -> torch.Tensor | Bounds:
-        activation = self.values["activation"]
+        activation = self.activation
         inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
         how: dict[str, Any] = {
             "activation": activation,
@@ -138,7 +134,7 @@ class SplitCase(FuzzCase):
         }
         of_experts = {
             **of_both,
-            "activation": self.values["activation"],
+            "activation": self.activation,
             "overrides": self.overrides,
         }
         with EmulatedAllToAll(

@@ -59,7 +59,7 @@ class ThroughputCase(SplitCase):
             "arch": self.arch,
             "num_sms": 4,
             "schedule_seed": self.number,
-            "activation": values["activation"],
+            "activation": self.activation,
             "overrides": self.overrides,
         }
         how: dict[str, Any] = {

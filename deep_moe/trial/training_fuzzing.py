@@ -8,7 +8,6 @@ process: their all-to-all's kernels run in one emulator, under a schedule, with 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,7 +26,15 @@ from deep_moe.targets import products_target
 from deep_moe.training.experts import FP8_PRECISIONS
 from deep_moe.training.functional import moe
 
-from .fuzzing import ARCHS, CASES_PER_KERNEL, rows_of_a_round, values_of
+from .fuzzing import (
+    ARCHS,
+    CASES_PER_KERNEL,
+    TOKENS_OF_RANKS,
+    counts_of_ranks,
+    rows_of_a_round,
+    values_of,
+)
+from .rank_threads import RankThreads
 from .training_bounds import Formula, bounds_of_layer
 
 MAX_TOKENS = 24  # of a rank
@@ -62,7 +69,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "biases": (None, torch.float32, torch.bfloat16),
     # So far all is compiled in.
     "kept": ("as usual", "quantized", "nothing", "received tokens", "received tokens only"),
-    "tokens": ("any", "few", "one rank has none"),
+    "tokens": TOKENS_OF_RANKS,
     "ids": (torch.int64, torch.int32),
     "slots": ("all", "unused", "named twice", "none in the last token", "all to one expert"),
     "gates": ("numbers", "some zero", "all zero"),
@@ -153,11 +160,7 @@ class TrainingCase:
     def num_tokens(self) -> list[int]:
         """Of each rank."""
         choose = random.Random(self.number)
-        most = 3 if self.values["tokens"] == "few" else MAX_TOKENS
-        counts = [choose.randint(1, most) for _ in range(self.num_ranks)]
-        if self.values["tokens"] == "one rank has none":
-            counts[choose.randrange(self.num_ranks)] = 0
-        return counts
+        return counts_of_ranks(self.values["tokens"], self.num_ranks, MAX_TOKENS, choose)
 
     def run(self) -> str:
         """What went wrong, "" if nothing."""
@@ -258,39 +261,15 @@ def run_in_threads(
 ) -> list[Result]:
     """work(rank, its AllToAll) of every rank, a thread each. A launch waits until all ranks have
     one; then one emulator runs them together. If a rank raises, its error is raised here."""
-    launches: dict[int, Launch] = {}
-    failures: dict[int, BaseException] = {}
-    results: dict[int, Result] = {}
+    ranks = RankThreads(len(group.layers))
 
-    def run_all() -> None:
-        queues = [[launches[rank]] for rank in range(len(group.layers))]
-        group.run(queues, schedule=schedule)
+    def run_all(launches: list[Launch]) -> list[None]:
+        group.run([[launch] for launch in launches], schedule=schedule)
+        return [None] * len(launches)
 
-    meeting = threading.Barrier(len(group.layers), action=run_all)
-
-    def take_part(rank: int) -> None:
-        def run(launch: Launch) -> None:
-            launches[rank] = launch
-            meeting.wait()
-
+    def take_part(rank: int) -> Result:
         layer = group.layers[rank]
-        layer.run = run  # type: ignore[method-assign]
-        try:
-            results[rank] = work(rank, layer)
-        except BaseException as error:
-            failures[rank] = error
-            meeting.abort()
+        layer.run = lambda launch: ranks.meet(rank, launch, run_all)  # type: ignore[method-assign]
+        return work(rank, layer)
 
-    threads = [
-        threading.Thread(target=take_part, args=(rank,)) for rank in range(len(group.layers))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    told = [
-        error for error in failures.values() if not isinstance(error, threading.BrokenBarrierError)
-    ]
-    if failures:
-        raise (told or list(failures.values()))[0]
-    return [results[rank] for rank in range(len(group.layers))]
+    return ranks.run(take_part)

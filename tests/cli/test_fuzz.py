@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from deep_moe.cli import app
 from deep_moe.targets import target_of
 from deep_moe.trial import fuzz_workers, fuzzing
+from deep_moe.trial.adapter_fuzzing import AdapterCase
 from deep_moe.trial.fuzzing import CASES_PER_KERNEL, FuzzCase
 from deep_moe.trial.grouped_fuzzing import GroupedCase
 from deep_moe.trial.product_fuzzing import ProductCase
@@ -160,17 +161,20 @@ def test_a_failure_ends_with_the_line_that_repeats_it(monkeypatch: pytest.Monkey
 def test_paths_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With numbers that share a kernel; one that fails in several is one line of the corpus."""
     cases: list[FuzzCase] = []
-    kinds = (FuzzCase, SplitCase, ThroughputCase, GroupedCase, TrainingCase, ProductCase)
+    kinds = (
+        *(FuzzCase, SplitCase, ThroughputCase, GroupedCase),
+        *(AdapterCase, TrainingCase, ProductCase),
+    )
     for kind in kinds:
         monkeypatch.setattr(kind, "run", lambda case: cases.append(case) or "broken")
     corpus = tmp_path / "corpus"
     command = ["fuzz", "--workers", "1", "--corpus", str(corpus)]
-    count = 11 * CASES_PER_KERNEL - 8
+    count = 12 * CASES_PER_KERNEL - 8
     result = CliRunner().invoke(app, [*command, "--first", "1", "--count", str(count)])
     turns = [path for path, _ in itertools.groupby(case.path for case in cases)]
     assert turns == [
         *("fused", "split", "training", "fused", "throughput", "product", "training"),
-        *("fused", "grouped", "product", "training"),
+        *("fused", "grouped", "adapters", "product", "training"),
     ]
     numbers = [case.number for case in cases if case.path == "fused"]
     assert numbers == list(range(1, 3 * CASES_PER_KERNEL))
@@ -184,8 +188,8 @@ def test_paths_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     for options, words in (
         (
             ["--path", "two-level"],
-            "--path must be one of fused, split, throughput, grouped, training, product; got "
-            "'two-level'",
+            "--path must be one of fused, split, throughput, grouped, adapters, training, "
+            "product; got 'two-level'",
         ),
         (["--path", "split", "--grid"], "--grid must be without --path split"),
     ):

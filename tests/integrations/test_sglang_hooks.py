@@ -62,7 +62,7 @@ def test_it_runs_what_it_took_over(experts, monkeypatch):
 
 @pytest.mark.parametrize(
     ("of_ranks", "expected"),
-    [(None, None), ([3, 8], 6), ([3, 0, 0, 0], 1), ([0, 8], 4), ([], None)],
+    [(None, 3), ([3, 8], 6), ([3, 0, 0, 0], 1), ([0, 8], 4), ([], 3)],
 )
 def test_ranks_with_unequal_tokens_expect_their_mean(experts, of_ranks, expected, monkeypatch):
     told = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ from deep_moe.trial.calls import RankOutput, initial_y, model_inputs
 from deep_moe.trial.fuzzing import (
     ARCHS,
     CASES_PER_KERNEL,
+    TOKENS_OF_RANKS,
     Coverage,
     FuzzCase,
     axes,
+    counts_of_ranks,
     pairwise,
 )
 from deep_moe.trial.reference import reference_mega_moe
@@ -202,3 +205,20 @@ def test_what_is_wrong_in_either_call_is_told(
     assert case.run() == ""
     spoil(outputs)
     assert "rank 0" in case.run()
+
+
+def test_ranks_have_as_many_tokens_as_their_axis_says() -> None:
+    choose = random.Random(0)
+    drawn = {
+        kind: [counts_of_ranks(kind, 3, 64, choose) for _ in range(200)] for kind in TOKENS_OF_RANKS
+    }
+    for kind, each in drawn.items():
+        assert all(len(counts) == 3 and 0 <= min(counts) <= max(counts) <= 64 for counts in each)
+        assert len(set(map(tuple, each))) > 10, kind
+    assert all(1 <= min(counts) <= max(counts) <= 3 for counts in drawn["few"])
+    assert all(min(counts) >= 61 for counts in drawn["many"])
+    assert all(min(counts) == 0 for counts in drawn["one rank has none"])
+    assert all(
+        sorted(counts)[:2] == [0, 0] and max(counts) > 0 for counts in drawn["one rank has all"]
+    )
+    assert {count for counts in drawn["none, 1 or most"] for count in counts} == {0, 1, 64}

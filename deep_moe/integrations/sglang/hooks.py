@@ -21,6 +21,7 @@ from deep_moe.errors import CheckpointError, DeepMoEError
 from ..engine_form import check_known, own_tensors
 from ..served_experts import ServedExperts, arch_on
 from ..shared_buffers import LayerSizes
+from ..shares import mean_tokens
 from ..switch import read_num_pool_tokens, read_token_format
 from ..token_format import served_token_format
 from ..unsupported import UnsupportedError
@@ -171,8 +172,7 @@ def run(
     topk_weights = topk_weights.float() * scale if scale != 1.0 else topk_weights.float()
     x = hidden_states[:num_tokens]
     y = torch.empty_like(x)
-    of_ranks = engine.tokens_of_ranks()
-    expected = -(-sum(of_ranks) // len(of_ranks)) if of_ranks else None
+    expected = mean_tokens(engine.tokens_of_ranks(), x.shape[0])
     served.run(
         y, x, topk_ids[:num_tokens], topk_weights[:num_tokens], expected_tokens_per_rank=expected
     )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers.distributed.expert_parallel import AutoEP, EPImplementation
 
+from ..shares import on_own_share
 from .experts import NAME, decide_first, path_of, run, set_group
 
 # Its name from PyTorch 2.13 on.
@@ -44,20 +45,26 @@ class DeepMoEExpertParallel(EPImplementation):
             return self.engine(hidden_states, top_k_index, top_k_weights)
         if not self.shares_batch:
             return run(path.layer, hidden_states, top_k_index, top_k_weights)
-        num_tokens, hidden = hidden_states.shape
-        share = -(-num_tokens // self.group.size())
-        first = self.group.rank() * share
-        rows = slice(first, first + share)
-        own = run(
-            path.layer,
-            hidden_states[rows],
-            top_k_index[rows],
-            top_k_weights[rows],
-            num_most_tokens=share,
+        num_sharers = self.group.size()
+        share = -(-hidden_states.shape[0] // num_sharers)
+        output = torch.empty_like(hidden_states)
+        on_own_share(
+            self,
+            num_sharers,
+            output,
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            lambda own, *call: own.copy_(run(path.layer, *call, num_most_tokens=share)),
         )
-        # The last ranks' shares may be smaller, or empty.
-        padded = own.new_zeros(share, hidden)
-        padded[: own.shape[0]] = own
-        gathered = own.new_empty(share * self.group.size(), hidden)
-        _all_gather(gathered, padded, group=self.group)
-        return gathered[:num_tokens]
+        return output
+
+    @property
+    def rank_in_group(self) -> int:
+        return self.group.rank()
+
+    def all_gather(self, own: torch.Tensor, dim: int) -> torch.Tensor:
+        """What ranks give, behind each other along the first axis."""
+        of_all = own.new_empty(own.shape[0] * self.group.size(), *own.shape[1:])
+        _all_gather(of_all, own, group=self.group)
+        return of_all

@@ -15,6 +15,7 @@ from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import mega_moe
 
 from ..shared_buffers import SharedBuffers
+from ..shares import rows_of_calls
 from ..unsupported import UnsupportedError
 from .layer import (
     ExpertsLayer,
@@ -322,8 +323,7 @@ def run(
     sizes = layer.sizes_for(topk_idx.shape[1])
     buffer = buffers.buffer(layer.group, x.device, sizes, chunk)
     y = torch.empty_like(x)
-    for first in range(0, max(most, 1), chunk):
-        rows = slice(first, first + chunk)
+    for rows in rows_of_calls(most, chunk):
         prepare_inputs(x[rows], topk_idx[rows], topk_weights[rows], buffer, arch=options.arch)
         mega_moe(
             y[rows],

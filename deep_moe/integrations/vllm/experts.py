@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
 )
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from .shares import mean_tokens, on_own_share, weighted_once
+from ..shares import mean_tokens, on_own_share, weighted_once
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig

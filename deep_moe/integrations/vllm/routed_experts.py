@@ -31,6 +31,7 @@ from ..engine_form import LAYERS, EngineForm, check_known, own_tensors
 from ..kernel_parameters import KernelParameters
 from ..served_experts import ServedExperts, arch_on, check_sizes
 from ..shared_steps import SharedSteps, Steps, check_step_sizes
+from ..shares import on_own_share
 from ..switch import (
     FUSED,
     LOW_LATENCY,
@@ -44,7 +45,6 @@ from .all_to_all import make_step_kernel
 from .experts import make_kernel
 from .forms import form_of
 from .routing import route_in_preparation
-from .shares import on_own_share
 from .support import Plan, check_steps, plan_of
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import Grou
 
 from deep_moe.heuristics.router import Router
 
-from .shares import rows_of_share
+from ..shares import rows_of_share
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter

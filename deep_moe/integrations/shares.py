@@ -1,9 +1,9 @@
 """How tokens and routing weights come to the kernel where ranks hold the same tokens, or bring
-different numbers of them. Nothing here imports vLLM."""
+different numbers of them. Nothing here imports an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ def on_own_share(
     """Let `run(output, x, topk_ids, topk_weights)` see this rank's share of the tokens, and write
     what all shares gave into `output`.
 
-    group: vLLM's tensor parallel group, with `rank_in_group` and `all_gather`. num_sharers: its
+    group: as vLLM's tensor parallel group has `rank_in_group` and `all_gather`. num_sharers: its
     ranks, if they hold the same tokens; otherwise 1, and the share is all of them. topk_ids,
     topk_weights: of all tokens, or of this rank's share alone.
     """
@@ -46,19 +46,30 @@ def rows_of_share(group: Any, num_sharers: int, num_tokens: int) -> slice:
     return slice(first, first + share)
 
 
+def rows_of_calls(num_most_tokens: int, chunk: int) -> Iterator[slice]:
+    """The rows of each call, at most `chunk` of them, if a rank has at most `num_most_tokens`: as
+    many calls on every rank, at least one.
+
+    >>> list(rows_of_calls(5, 3)), list(rows_of_calls(0, 3))
+    ([slice(0, 3, None), slice(3, 6, None)], [slice(0, 3, None)])
+    """
+    for first in range(0, max(num_most_tokens, 1), chunk):
+        yield slice(first, first + chunk)
+
+
 def mean_tokens(
-    counts: Sequence[int] | None, num_tokens: int, sp_size: int, num_sharers: int
+    counts: Sequence[int] | None, num_tokens: int, sp_size: int = 1, num_sharers: int = 1
 ) -> int:
     """That ranks bring to the kernel, rounded up.
 
-    counts: of each data parallel rank, None if the host does not know: then this rank's
+    counts: of each data parallel rank, None or empty if the host does not know: then this rank's
     `num_tokens`. sp_size: ranks that sequence parallelism spreads a data parallel rank's tokens
     over. num_sharers: ranks that share them otherwise.
 
-    >>> mean_tokens([5, 12], 5, sp_size=1, num_sharers=1), mean_tokens([5, 12], 5, 1, 4)
+    >>> mean_tokens([5, 12], 5), mean_tokens([5, 12], 5, sp_size=1, num_sharers=4)
     (9, 3)
     """
-    if counts is None:
+    if not counts:
         return num_tokens
     return -(-sum(counts) // (len(counts) * sp_size * num_sharers))
 

@@ -1,4 +1,4 @@
-"""What the vLLM adapter does with tokens and routing weights before the kernel sees them."""
+"""What adapters do with tokens and routing weights before the kernel sees them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deep_moe.integrations.vllm.shares import mean_tokens, on_own_share, weighted_once
+from deep_moe.integrations.shares import mean_tokens, on_own_share, weighted_once
 
 HIDDEN, TOPK = 8, 2
 

@@ -23,6 +23,21 @@ LIBRARY_NAMES = ("libcuda.so", "libcuda.so.1", "libcudart.so", "libcudart.so.12"
 TIMED_OUT = 124
 
 
+# What Triton calls for machine code: it gets the PTX, which the emulator loads. The version keeps
+# that apart from machine code in Triton's cache.
+PTXAS = """#!/bin/sh
+for argument; do
+    case "$argument" in
+        --version) echo "ptxas of warpcheck, release 13.0"; exit ;;
+        *.ptx) input=$argument ;;
+    esac
+    [ "$previous" = -o ] && output=$argument
+    previous=$argument
+done
+exec cp "$input" "$output"
+"""
+
+
 # Results of calls that a GPU would have served: there is no image for it, or it is not supported.
 _UNSERVED = (209, 801)
 
@@ -118,6 +133,9 @@ def prepared_environment(options: GpuOptions) -> Iterator[tuple[Path, dict[str, 
         links.mkdir()
         for link in LIBRARY_NAMES:
             (links / link).symlink_to(library)
+        ptxas = folder / "ptxas"
+        ptxas.write_text(PTXAS)
+        ptxas.chmod(0o755)
 
         def before(variable: str, value: str, separator: str) -> str:
             return separator.join(filter(None, (value, os.environ.get(variable))))
@@ -129,6 +147,10 @@ def prepared_environment(options: GpuOptions) -> Iterator[tuple[Path, dict[str, 
                 "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", str(links), ":"),
                 "WARPCHECK_OPTIONS": options.as_variable(),
                 "WARPCHECK_REPORT": str(folder),
+                "TRITON_DEFAULT_BACKEND": "nvidia",
+                "TRITON_LIBCUDA_PATH": str(links),
+                "TRITON_PTXAS_PATH": str(ptxas),
+                "TRITON_PTXAS_BLACKWELL_PATH": str(ptxas),
             },
         )
 

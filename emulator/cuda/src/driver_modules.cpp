@@ -398,6 +398,9 @@ DRIVER_CALL(cuFuncGetAttribute, (int* value, int attribute, Function* function))
 DRIVER_CALL(cuFuncSetAttribute, (Function * function, int attribute, int value)) {
     return guarded("cuFuncSetAttribute", [&](StandIn& s) {
         Function& f = s.function(function);
+        // Of 8 (dynamic shared memory) to 15 (how clusters are placed) 10 can be read only.
+        // Programs try newer ones and go on without.
+        if (attribute < 8 || attribute > 15 || attribute == 10) throw Failure{invalid_value, ""};
         if (attribute == 8 &&
             (value < 0 || value + int(f.resources.static_shared_bytes) > max_shared_bytes))
             throw Failure{

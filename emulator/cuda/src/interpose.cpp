@@ -19,6 +19,7 @@
 #include <string_view>
 #include <vector>
 
+#include "jit_linker.h"
 #include "runtime_state.h"
 
 namespace deep_moe::cuda {
@@ -171,6 +172,15 @@ void redirect_nvrtc(const char* path, uintptr_t base) {
     write_jump(reinterpret_cast<void*>(cubin_size), reinterpret_cast<void*>(ptx_size));
 }
 
+// What nvJitLink makes of PTX is machine code. The stand-in's linker keeps the PTX.
+void redirect_jit_linker(const char* path, uintptr_t base) {
+    const char* slash = std::strrchr(path, '/');
+    if (std::strncmp(slash ? slash + 1 : path, "libnvJitLink.", 13) != 0) return;
+    for (const Named& f : functions_of(path, base, SHT_DYNSYM, {"nvJitLink", "__nvJitLink"}))
+        if (void* ours = jit_linker_function(f.name))
+            write_jump(reinterpret_cast<void*>(f.address), ours);
+}
+
 struct Object {
     std::string path;
     uintptr_t base;
@@ -205,6 +215,7 @@ __attribute__((constructor)) void look_at_first_libraries() {
     for (const Object& object : new_objects()) {
         redirect_runtime(object.path.c_str(), object.base);
         redirect_nvrtc(object.path.c_str(), object.base);
+        redirect_jit_linker(object.path.c_str(), object.base);
     }
 }
 
@@ -213,6 +224,7 @@ __attribute__((constructor)) void look_at_first_libraries() {
 void look_at_new_libraries() {
     for (const Object& object : new_objects()) {
         redirect_nvrtc(object.path.c_str(), object.base);
+        redirect_jit_linker(object.path.c_str(), object.base);
         if (!redirect_runtime(object.path.c_str(), object.base)) continue;
         // Its constructors have registered its kernels with the runtime inside; now with ours.
         for (const Named& f :

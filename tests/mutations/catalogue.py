@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from deep_moe.activations import (
     Activation,
     GeluTanh,
@@ -89,7 +91,9 @@ class Mutation:
     one_size: int = 0  # rows of m-blocks, on SM90 of one size instead of fitted ones
     weights: str = "mxfp4"  # their format
     token_format: str | None = None  # of the tokens
-    test: str = ""  # "module::function" in tests/kernels or tests/split, where calls cannot notice
+    # "module::function" in tests/kernels or tests/split, or "folder.module::function" in tests, where
+    # calls cannot notice
+    test: str = ""
     arguments: Mapping[str, Any] = field(default_factory=dict)  # of that function
 
     @property
@@ -104,6 +108,12 @@ PAGES = partial(
     test="test_list_pages::test_calls_with_long_lists_follow_each_other",
     arguments={"arch": "sm_100a", "num_calls": 2},
 )
+ROUTED_BY_GROUPS = {"rule": "sigmoid, groups", "dtype": torch.float32, "has_bias": True}
+ROUTED_BY_SOFTMAX = {
+    "rule": "softmax, weights as they are",
+    "dtype": torch.float32,
+    "has_bias": False,
+}
 ODD_BLOCKS_IN_CLUSTERS = {
     "weights": "fp8",
     "tile": {"block_m": 40},
@@ -1118,6 +1128,58 @@ SM90_MUTATIONS = (
         "misuse",
     ),
     M("chunks_behind_the_last_written", removed("chunk_exists"), "misuse"),
+    # ---- a router's rule in that kernel
+    *(
+        M(name, edit, "result", test=f"prepare_inputs.test_router::{test}", arguments=arguments)
+        for name, edit, test, arguments in (
+            (
+                "higher_of_equals",
+                replaced(
+                    "lower_of_equals",
+                    "redux_sync_min(key == best_key ? own : num_experts)",
+                    "redux_sync_max(key == best_key ? own : 0)",
+                ),
+                "test_of_equal_choices_the_lower_expert_comes_first",
+                {},
+            ),
+            (
+                "the_best_group_by_one_choice",
+                instead("sum_of_two", "key = next > 1 ? key : 1;"),
+                "test_experts_and_weights",
+                ROUTED_BY_GROUPS,
+            ),
+            (
+                "experts_of_other_groups",
+                removed("group_dropped"),
+                "test_experts_and_weights",
+                ROUTED_BY_GROUPS,
+            ),
+            (
+                "an_expert_twice",
+                removed("choice_taken"),
+                "test_experts_and_weights",
+                ROUTED_BY_GROUPS,
+            ),
+            (
+                "sums_of_half_a_warp",
+                replaced("halves_added", "distance", "distance / 2"),
+                "test_experts_and_weights",
+                ROUTED_BY_SOFTMAX,
+            ),
+            (
+                "scores_that_are_no_numbers",
+                removed("score_of_no_number"),
+                "test_logits_that_are_no_numbers_or_infinite",
+                {},
+            ),
+            (
+                "tokens_in_place_of_padding",
+                replaced("token_masked", "==", "!="),
+                "test_padding_as_vllm_marks_it",
+                {},
+            ),
+        )
+    ),
     # ---- a pool whose rows are used again within a call
     *(
         M(

@@ -107,8 +107,13 @@ def preparation_outcome() -> str:
 def outcome_of_test(test: str, arguments: Mapping[str, Any]) -> str:
     """Who noticed something in a test of a piece of the kernel."""
     module_name, _, function_name = test.partition("::")
-    function = getattr(importlib.import_module(f"tests.kernels.{module_name}"), function_name)
-    fixtures = {"make_config": small_config, "make_ranks": Ranks}
+    path = module_name if "." in module_name else f"kernels.{module_name}"
+    function = getattr(importlib.import_module(f"tests.{path}"), function_name)
+    fixtures = {
+        "make_config": small_config,
+        "make_ranks": Ranks,
+        "target": Target("cpu", "sm_100a"),
+    }
     wanted = fixtures.keys() & inspect.signature(function).parameters.keys()
 
     def run() -> bool:

@@ -113,7 +113,7 @@ class TokenRouter {
     static __device__ float sum_by_halves(float value) {
 #pragma unroll
         for (uint32_t distance = warp_size / 2; distance > 0; distance /= 2) {
-            value += __shfl_xor_sync(full_warp, value, distance);
+            value += __shfl_xor_sync(full_warp, value, distance);  //~ halves_added
         }
         return value;
     }
@@ -184,7 +184,7 @@ class TokenRouter {
         if constexpr (Config::router_scoring != sqrt_softplus_scoring) {
 #pragma unroll
             for (uint32_t i = 0; i < num_values; ++i) {
-                if (scores_[i] != scores_[i]) scores_[i] = 0.0f;
+                if (scores_[i] != scores_[i]) scores_[i] = 0.0f;  //~ score_of_no_number
             }
         }
     }
@@ -209,10 +209,11 @@ class TokenRouter {
             if (keys_[i] > key) key = keys_[i], own = expert_idx(i), score = scores_[i];
         }
         const uint32_t best_key = ptx::redux_sync_max(key);
+        //~ lower_of_equals
         const uint32_t expert = ptx::redux_sync_min(key == best_key ? own : num_experts);
 #pragma unroll
         for (uint32_t i = 0; i < num_values; ++i) {
-            if (expert_idx(i) == expert) keys_[i] = 0;
+            if (expert_idx(i) == expert) keys_[i] = 0;  //~ choice_taken
         }
         score = __shfl_sync(full_warp, score, expert / vector_size % warp_size);
         return {best_key, expert};
@@ -238,6 +239,7 @@ class TokenRouter {
                 const uint32_t next =
                     ptx::redux_sync_max(ptx::lane_idx() == owner ? second : first);
                 // Without two numbers in it, a group comes behind those that have them.
+                //~ sum_of_two
                 key = next > 1 ? choice_key(value_of_key(key) + value_of_key(next)) : 1;
             }
             if (ptx::lane_idx() == group) group_key = key;
@@ -252,7 +254,7 @@ class TokenRouter {
         }
 #pragma unroll
         for (uint32_t i = 0; i < num_values; ++i) {
-            if ((chosen >> (expert_idx(i) / group_size) & 1) == 0) keys_[i] = 0;
+            if ((chosen >> (expert_idx(i) / group_size) & 1) == 0) keys_[i] = 0;  //~ group_dropped
         }
     }
 

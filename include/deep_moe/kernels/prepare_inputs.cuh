@@ -285,6 +285,7 @@ __device__ __forceinline__ int64_t expert_of_slot(const PrepareInputsArgs& args,
             expert = place_of_expert<Config>(args, expert, token_idx);
         }
         if constexpr (Config::has_token_mask) {
+            //~ token_masked
             if ((args.token_mask[token_idx] != 0) == Config::masks_padding) expert = -1;
         }
     }

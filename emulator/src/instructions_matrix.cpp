@@ -445,7 +445,8 @@ void decode_mma_of_doubles(Decoder& d, uint32_t m, uint32_t k) {
     d.emit(mma_of_doubles, std::move(operands), m | uint64_t(k) << 8);
 }
 
-// m8n8k4 of halves: lanes 4q to 4q + 3 and those 16 above multiply matrices of their own.
+// m8n8k4 of halves: lanes 4q to 4q + 3 and those 16 above multiply matrices of their own. An H200
+// adds the products one by one, each sum rounded to .f32, and C at last.
 // aux: bit 0: A is column-major, bit 1: B is row-major, bit 2: D is .f32, bit 3: C is .f32.
 // operands: d, a, b, c.
 Flow mma_of_quads(Warp& w, const Op& op) {
@@ -464,7 +465,7 @@ Flow mma_of_quads(Warp& w, const Op& op) {
     };
     float results[warp_size][8];
     for (uint32_t quad = 0; quad < 4; ++quad) {
-        double a[8][4], b[4][8], c[8][8];
+        float a[8][4], b[4][8], c[8][8];
         const auto for_each_thread = [&](auto f) {
             for (uint32_t i = 0; i < 8; ++i) f(4 * quad + i % 4 + 16 * (i / 4));
         };
@@ -482,9 +483,9 @@ Flow mma_of_quads(Warp& w, const Op& op) {
         for_each_thread([&](uint32_t t) {
             for (uint32_t i = 0; i < 8; ++i) {
                 const FragmentElement at = place(d_is_f32, t, i);
-                double sum = c[at.row][at.column];
-                for (uint32_t n = 0; n < 4; ++n) sum += a[at.row][n] * b[n][at.column];
-                results[t][i] = float(sum);
+                float sum = 0;
+                for (uint32_t n = 0; n < 4; ++n) sum = std::fma(a[at.row][n], b[n][at.column], sum);
+                results[t][i] = sum + c[at.row][at.column];
             }
         });
     }

@@ -402,13 +402,9 @@ struct TensorMap {
             }
             each(index, inside, row_address);
             for (int i = 1; i < rank; ++i) {
-                if (i > num_spatial()) {
-                    ++base[i];
-                } else {
-                    base[i] += element_strides[i];
-                    if (base[i] <= last_base(i - 1)) break;
-                    base[i] = lower_corner[i - 1];
-                }
+                base[i] += element_strides[i];
+                if (i > num_spatial() || base[i] <= last_base(i - 1)) break;
+                base[i] = lower_corner[i - 1];
             }
         }
     }

@@ -16,8 +16,7 @@ COLUMN_ALIGNMENT = 8  # BF16 values that a thread stores at once
 class GroupedProductConfig(TrainingConfig):
     """Products of E4M3 on SM90, in tiles of block_m rows and block_n columns.
 
-    cluster_size: CTAs that share copies of weights. gathers: whether each row of y names its row of
-    x, which the kernel then fetches row by row.
+    cluster_size: CTAs that share copies of weights.
 
     >>> config = GroupedProductConfig(arch="sm_90a")
     >>> config.num_threads, config.smem_bytes
@@ -35,7 +34,6 @@ class GroupedProductConfig(TrainingConfig):
     block_k: int = 128
     num_stages: int = 3
     cluster_size: int = 2
-    gathers: bool = False
 
     @property
     def smem_bytes(self) -> int:

@@ -165,11 +165,12 @@ class DequantizeRowsConfig(TrainingConfig):
 
 @dataclass(frozen=True)
 class QuantizeWeightsConfig(TrainingConfig):
-    """is_by_columns: weights are [experts, N, K] in memory."""
+    """stores_same, stores_transposed: the layouts that are written."""
 
     step: ClassVar[str] = "quantize_weights"
     num_threads: int = 256
-    is_by_columns: bool = False
+    stores_same: bool = True
+    stores_transposed: bool = False
 
 
 @dataclass(frozen=True)

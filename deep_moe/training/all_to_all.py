@@ -8,7 +8,6 @@ tokens of rank 0 come first.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -28,7 +27,6 @@ class AllToAllWays:
     rows: Rows
     weights: torch.Tensor  # float32 [max_recv_rows], as they were received
     steps: Steps
-    receives_rows: ClassVar[bool] = True
 
     def receive(self, tokens: torch.Tensor) -> torch.Tensor:
         received, _ = self.all_to_all.dispatch(

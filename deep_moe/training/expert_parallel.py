@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from .experts import Experts, Gradients, Linear1
-from .operators import experts_of
+from .operators import NUM_TRANSPOSED, experts_of, flat, transposed_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,7 +103,8 @@ class _ExpertParallelMoE(torch.autograd.Function):
         ways, received = exchange.dispatch(
             x, topk_idx, topk_weights, num_local_experts, experts.steps
         )
-        out, linear1 = experts.forward(received, ways, topk_weights)
+        computing = experts.of_forward() if options.recompute else experts
+        out, linear1, transposed = computing.forward(received, ways, topk_weights)
         if options.quantize_kept:
             linear1 = experts.quantized(linear1)
         ctx.options, ctx.ways = options, ways
@@ -113,6 +114,7 @@ class _ExpertParallelMoE(torch.autograd.Function):
             None if options.recompute else linear1.gate,
             None if options.recompute else linear1.up,
             received if options.keep_received else None,
+            *flat(transposed),
             *parameters,
         )
         return out
@@ -120,7 +122,8 @@ class _ExpertParallelMoE(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, topk_weights, gate, up, received, *parameters = ctx.saved_tensors
+        x, topk_weights, gate, up, received, *others = ctx.saved_tensors
+        transposed, parameters = others[:NUM_TRANSPOSED], others[NUM_TRANSPOSED:]
         # Every rank sends and receives all of it, whatever gradients it wants itself.
         gradients = experts_of_call(ctx.options, x, tuple(parameters)).backward(
             d_out.contiguous(),
@@ -129,6 +132,7 @@ class _ExpertParallelMoE(torch.autograd.Function):
             ctx.ways,
             topk_weights,
             None if gate is None else Linear1(gate, up),
+            transposed=transposed_of(transposed),
         )
         d_x, d_topk_weights = gradients.x, gradients.topk_weights
         d_parameters = gradients_of_parameters(gradients, tuple(parameters))

@@ -75,6 +75,16 @@ class Linear1:
 
 
 @dataclass(frozen=True)
+class Transposed:
+    """Quantized weights as the products of data gradients take them. up: None where gate has
+    both."""
+
+    gate: QuantizedWeights
+    up: QuantizedWeights | None
+    down: QuantizedWeights
+
+
+@dataclass(frozen=True)
 class Gradients:
     """None where nobody wants one. x: [tokens, H]. topk_weights: [tokens, topk]."""
 
@@ -96,10 +106,11 @@ class Experts:
 
     def forward(
         self, received: torch.Tensor, ways: Ways, topk_weights: torch.Tensor
-    ) -> tuple[torch.Tensor, Linear1]:
-        """The layer's output [tokens, H] and Linear1's. received: of x."""
+    ) -> tuple[torch.Tensor, Linear1, Transposed | None]:
+        """The layer's output [tokens, H] and Linear1's, and with "fp8_dgrad" the weights for the
+        backward pass, quantized on the way. received: of x."""
         rows = ways.rows
-        linear1 = self._linear1(received, ways)
+        linear1, gate_up = self._linear1(received, ways)
         activated = self.steps.activate(
             *linear1.halves(),
             self.biases,
@@ -108,9 +119,14 @@ class Experts:
             rounds_to_mxfp8=self.precision == "mxfp8",
             quantizes=self._quantizes,
         )
-        product = self._forward_product(activated, self.weights.down, rows)
+        product, down = self._forward_product(activated, self.weights.down, rows)
         bias = None if self.biases is None else self.biases.down
-        return ways.scatter(product, None, topk_weights=topk_weights, bias=bias), linear1
+        out = ways.scatter(product, None, topk_weights=topk_weights, bias=bias)
+        gate, up = gate_up
+        transposed = None
+        if gate is not None and down is not None:
+            transposed = Transposed(gate, up, down)
+        return out, linear1, transposed
 
     def backward(
         self,
@@ -121,12 +137,14 @@ class Experts:
         topk_weights: torch.Tensor,
         linear1: Linear1 | None,
         *,
+        transposed: Transposed | None = None,
         needs_x: bool = True,
         needs_weights: bool = True,
         needs_biases: bool = True,
     ) -> Gradients:
         """d_out, x, topk_weights: of this rank's tokens. received: of x, or None to receive it
-        again; linear1: what `forward` returned, perhaps quantized, or None to make it again.
+        again; linear1: what `forward` returned, perhaps quantized, or None to make it again;
+        transposed: what `forward` returned, or None to quantize weights again.
         Products are those of the weights as they are, whatever the forward pass rounded them to,
         but for those that "fp8_dgrad" quantizes."""
         weights, steps, rows = self.weights, self.steps, ways.rows
@@ -135,16 +153,22 @@ class Experts:
             received = ways.receive(x)
         if linear1 is None:
             assert received is not None
-            linear1 = self._linear1(received, ways)
+            linear1, _ = self.of_forward()._linear1(received, ways)
         else:
             linear1 = self._dequantized(linear1)
+        w1 = w3 = w2 = None
+        if transposed is not None:
+            w1, w3, w2 = transposed.gate, transposed.up, transposed.down
         received_d_out = ways.receive(d_out)
         d_rows = ways.gather(received_d_out)
         row_weights = ways.receive_weights(topk_weights)
-        fetches = self.precision == "fp8_dgrad" and not ways.receives_rows
-        d_activated = self._data_gradient(
-            received_d_out if fetches else d_rows, weights.down, rows, gathers=fetches
-        )
+        if self.precision == "fp8_dgrad":
+            # Once for a token, not for each of its rows.
+            quantized = ways.gather(steps.quantize_rows(received_d_out))
+            d_activated = self._quantized_data_gradient(quantized, weights.down, w2, rows)
+            del quantized
+        else:
+            d_activated = self._data_gradient(d_rows, weights.down, None, rows)
         del received_d_out
         d_linear1 = linear1.empty_like()
         d_gate, d_up = d_linear1.halves()
@@ -183,13 +207,17 @@ class Experts:
             del weighted, d_rows
         d_x = None
         if needs_x:
-            first = self._data_gradient(d_linear1.gate, weights.gate, rows)
+            first = self._data_gradient(d_linear1.gate, weights.gate, w1, rows)
             second = None
             if weights.up is not None:
                 assert d_linear1.up is not None
-                second = self._data_gradient(d_linear1.up, weights.up, rows)
+                second = self._data_gradient(d_linear1.up, weights.up, w3, rows)
             d_x = ways.scatter(first, second)
         return Gradients(d_x, ways.return_weights(d_row_weights), d_weights, d_biases)
+
+    def of_forward(self) -> Experts:
+        """Those whose forward pass quantizes nothing for the backward pass."""
+        return replace(self, precision="fp8") if self.precision == "fp8_dgrad" else self
 
     def quantized(self, linear1: Linear1) -> Linear1:
         """As E4M3 with scales: half the memory for the time until the backward pass."""
@@ -204,52 +232,66 @@ class Experts:
         up = None if linear1.up is None else self.steps.dequantize_rows(linear1.up, width)
         return Linear1(self.steps.dequantize_rows(linear1.gate, width), up)
 
-    def _linear1(self, received: torch.Tensor, ways: Ways) -> Linear1:
+    def _linear1(
+        self, received: torch.Tensor, ways: Ways
+    ) -> tuple[Linear1, tuple[QuantizedWeights | None, QuantizedWeights | None]]:
+        """And what `_forward_product` has besides, of gate and up."""
         if self._quantizes:
-            # Once for a token, not for each of its rows: products fetch them.
-            inputs, gathers = self.steps.quantize_rows(received), not ways.receives_rows
+            # Once for a token, not for each of its rows.
+            inputs = ways.gather(self.steps.quantize_rows(received))
         else:
             inputs = ways.gather(received, rounds_to_mxfp8=self.precision == "mxfp8")
-            gathers = False
-        gate, up = (
-            None
-            if weights is None
-            else self._forward_product(inputs, weights, ways.rows, gathers=gathers)
-            for weights in (self.weights.gate, self.weights.up)
-        )
-        assert gate is not None
-        return Linear1(gate, up)
+        rows = ways.rows
+        gate, w1 = self._forward_product(inputs, self.weights.gate, rows)
+        if self.weights.up is None:
+            return Linear1(gate, None), (w1, None)
+        up, w3 = self._forward_product(inputs, self.weights.up, rows)
+        return Linear1(gate, up), (w1, w3)
 
     def _forward_product(
-        self, inputs: torch.Tensor, weights: torch.Tensor, rows: Rows, *, gathers: bool = False
-    ) -> torch.Tensor:
-        """Weights are rounded in every pass, and the rounded ones freed behind it, but for those
-        that are frozen: an optimizer need not count a tensor's version up, so nothing cheap tells
-        that weights are the same. inputs: as the precision has them; quantized ones may be tokens,
-        which the product gathers."""
+        self, inputs: torch.Tensor, weights: torch.Tensor, rows: Rows
+    ) -> tuple[torch.Tensor, QuantizedWeights | None]:
+        """[R, N], and with "fp8_dgrad" the weights for the backward pass.
+
+        Weights are rounded in every pass, and the rounded ones freed behind it, but for those that
+        are frozen: an optimizer need not count a tensor's version up, so nothing cheap tells that
+        weights are the same. inputs: as the precision has them."""
         if self.precision == "bf16":
-            return grouped_product(inputs, weights, rows.offs)
-        kind = "fp8" if self._quantizes else self.precision
-        rounded = quantized_once(weights, (kind, type(self.steps)), self._rounded)
-        if self._quantizes:
-            quantized = QuantizedWeights(*rounded)
-            return self.steps.quantized_product(inputs, quantized, rows, gathers=gathers)
-        return grouped_product(inputs, rounded[0], rows.offs)
+            return grouped_product(inputs, weights, rows.offs), None
+        rounded = quantized_once(weights, (self.precision, type(self.steps)), self._rounded)
+        if not self._quantizes:
+            return grouped_product(inputs, rounded[0], rows.offs), None
+        quantized = QuantizedWeights(*rounded[:2])
+        product = self.steps.quantized_product(inputs, quantized, rows)
+        return product, QuantizedWeights(*rounded[2:]) if rounded[2:] else None
 
     def _data_gradient(
-        self, d_outputs: torch.Tensor, weights: torch.Tensor, rows: Rows, *, gathers: bool = False
+        self,
+        d_outputs: torch.Tensor,
+        weights: torch.Tensor,
+        transposed: QuantizedWeights | None,
+        rows: Rows,
     ) -> torch.Tensor:
         """d_outputs [R, N] times the transposed weights [experts, K, N]: [R, K]. With "fp8_dgrad"
-        both are quantized; the weights' values are those of the forward pass, for a block of
-        128 x 128 is one in either direction. Then d_outputs may be tokens, which the product
-        gathers."""
+        both are quantized."""
         if self.precision != "fp8_dgrad":
             return grouped_product(d_outputs, weights.transpose(1, 2), rows.offs)
-        quantized = quantized_once(weights, ("fp8_dgrad", type(self.steps)), self._transposed)
-        inputs = self.steps.quantize_rows(d_outputs)
-        return self.steps.quantized_product(
-            inputs, QuantizedWeights(*quantized), rows, gathers=gathers
-        )
+        quantized = self.steps.quantize_rows(d_outputs)
+        return self._quantized_data_gradient(quantized, weights, transposed, rows)
+
+    def _quantized_data_gradient(
+        self,
+        d_outputs: torch.Tensor,
+        weights: torch.Tensor,
+        transposed: QuantizedWeights | None,
+        rows: Rows,
+    ) -> torch.Tensor:
+        """Of quantized rows. The weights' values are those of the forward pass, for a block of
+        128 x 128 is one in either direction. transposed: None to quantize them again."""
+        if transposed is None:
+            kind = ("transposed", type(self.steps))
+            transposed = QuantizedWeights(*quantized_once(weights, kind, self._transposed))
+        return self.steps.quantized_product(d_outputs, transposed, rows)
 
     def _transposed(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As the products of data gradients take them: each K by rows."""
@@ -261,7 +303,10 @@ class Experts:
         return self.precision in FP8_PRECISIONS
 
     def _rounded(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """As the forward pass multiplies them."""
+        """As the forward pass multiplies them, and with "fp8_dgrad" the backward pass."""
+        if self.precision == "fp8_dgrad":
+            both = self.steps.quantize_weights_both_ways(weights)
+            return tuple(tensor for one in both for tensor in (one.values, one.scales))
         if self._quantizes:
             quantized = self.steps.quantize_weights(weights)
             return quantized.values, quantized.scales

@@ -10,7 +10,7 @@ from deep_moe.emulator.tensor_map import DataType, Swizzle, TensorMapSpec
 from deep_moe.fused.checks import check_contiguous, check_start, require_type
 from deep_moe.fused.gpu import Gpu, gpu_of
 from deep_moe.heuristics.products import COLUMN_ALIGNMENT, K_GROUP, GroupedProductConfig
-from deep_moe.heuristics.training import MAX_EXPERTS, MAX_TOPK
+from deep_moe.heuristics.training import MAX_EXPERTS
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import GroupedProductArgs, TensorMap
 from deep_moe.targets import products_target, target_of
@@ -33,8 +33,6 @@ def grouped_product(
     expert_begin: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     *,
-    slot_of_row: torch.Tensor | None = None,
-    num_topk: int = 1,
     arch: str | None = None,
 ) -> torch.Tensor:
     """Each expert's rows of x times its matrix, transposed: `y[row] = x[row] @ weight[e].T`.
@@ -58,11 +56,6 @@ def grouped_product(
             expert e has the first expert_count[e] rows of x[e]. Rows of a count that lie outside of
             x, or outside of x[e], are left out.
         out: bfloat16 [rows, N] or [experts, N_e, N], contiguous, where y is written.
-        slot_of_row: int32 [rows], for rows of tokens that the kernel fetches itself; needs
-            expert_begin. x is then [tokens, K] and x_sf [tokens, K/128], y has these rows, and row
-            r is of token `slot_of_row[r] // num_topk`. It is of zeros where the slot is negative or
-            of no token. None: row r of y is of row r of x.
-        num_topk: slots of each token, 1 to 32, with slot_of_row.
         arch: on a CPU "sm_90a", also by default, whose kernel runs in the emulator; on a GPU its
             own target or None. Only SM90 (H100, H200) has this kernel.
 
@@ -83,10 +76,9 @@ def grouped_product(
         CompileError: NVRTC refused the kernel.
     """
     _check(x, x_sf, weight, weight_sf, expert_count, expert_begin)
-    _check_slots(x, expert_begin, slot_of_row, num_topk)
     gpu = gpu_of(x.device)
     num_columns = weight.shape[1]
-    shape = (*(x if slot_of_row is None else slot_of_row.unsqueeze(1)).shape[:-1], num_columns)
+    shape = (*x.shape[:-1], num_columns)
     if out is None:
         out = x.new_empty(shape, dtype=torch.bfloat16)
     else:
@@ -95,8 +87,7 @@ def grouped_product(
         check_start("out", out, _ALIGNMENT)
         given = {"x": x, "x_sf": x_sf, "weight": weight, "weight_sf": weight_sf}
         given |= {"expert_count": expert_count}
-        optional = {"expert_begin": expert_begin, "slot_of_row": slot_of_row}
-        refuse_shared_memory({"out": out}, {**given, **optional})
+        refuse_shared_memory({"out": out}, {**given, "expert_begin": expert_begin})
     multiply(
         x,
         x_sf,
@@ -107,8 +98,6 @@ def grouped_product(
         _arch_of(arch, gpu, x.device),
         expert_count=expert_count,
         expert_begin=expert_begin,
-        slot_of_row=slot_of_row,
-        num_topk=num_topk,
     )
     return out
 
@@ -125,15 +114,13 @@ def multiply(
     expert_count: torch.Tensor | None = None,
     expert_begin: torch.Tensor | None = None,
     expert_end: torch.Tensor | None = None,
-    slot_of_row: torch.Tensor | None = None,
-    num_topk: int = 1,
 ) -> None:
     """`grouped_product` of arguments that are known to be right. expert_end: int32 [experts], in
     place of counts and begins: where each expert's rows end, which begin where those of the expert
     before end."""
-    config = GroupedProductConfig(gathers=slot_of_row is not None, arch=arch)
+    config = GroupedProductConfig(arch=arch)
     num_experts, num_columns, num_values = weight.shape
-    num_tokens, num_rows = x.numel() // num_values, out.numel() // num_columns
+    num_rows = x.numel() // num_values
     is_by_expert = expert_begin is None and expert_end is None
     rows_per_expert = x.shape[-2] if is_by_expert else 0
     max_ctas = config.max_ctas(num_rows, num_experts, num_columns)
@@ -143,13 +130,9 @@ def multiply(
     expert_stride = x_sf.stride(0) - rows_per_expert * x_sf.stride(1) if is_by_expert else 0
     row_stride = x.stride(-2) if x.numel() > num_values else num_values
     given = {"expert_count": expert_count, "expert_begin": expert_begin, "expert_end": expert_end}
-    given["slot_of_row"] = slot_of_row
     pointers = {name: 0 if t is None else t.data_ptr() for name, t in given.items()}
-    x_map = TensorMap()
-    if not config.gathers:
-        x_map = _map_of_rows(config, gpu, x.data_ptr(), row_stride, num_values, num_rows)
     args = GroupedProductArgs(
-        x_map,
+        _map_of_rows(config, gpu, x.data_ptr(), row_stride, num_values, num_rows),
         _map_of_weights(config, gpu, weight.data_ptr(), *weight.shape),
         x_sf.data_ptr(),
         weight_sf.data_ptr(),
@@ -157,9 +140,6 @@ def multiply(
         pointers["expert_count"],
         pointers["expert_end"],
         out.data_ptr(),
-        pointers["slot_of_row"],
-        x.data_ptr(),
-        row_stride,
         expert_stride,
         x_sf.stride(-2),
         x_sf.stride(-1),
@@ -168,8 +148,6 @@ def multiply(
         rows_per_expert,
         num_columns,
         num_values // config.block_k,
-        num_tokens,
-        num_topk,
     )
     read = {"x": x, "x_sf": x_sf, "weight": weight, "weight_sf": weight_sf}
     read |= {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -301,30 +279,6 @@ def _check(
         check_contiguous(name, tensor)
     check_start("x", x, _ALIGNMENT)
     check_start("weight", weight, _ALIGNMENT)
-
-
-def _check_slots(
-    x: torch.Tensor,
-    expert_begin: torch.Tensor | None,
-    slot_of_row: torch.Tensor | None,
-    num_topk: int,
-) -> None:
-    require_type("num_topk", num_topk, int, "an int")
-    if slot_of_row is None:
-        if num_topk != 1:
-            raise ValueError(f"num_topk must be 1 without slot_of_row; got {num_topk}")
-        return
-    if not 1 <= num_topk <= MAX_TOPK:
-        raise ValueError(f"num_topk must be 1 to {MAX_TOPK}; got {num_topk}")
-    if expert_begin is None:
-        raise ValueError("expert_begin must be a tensor with slot_of_row; got None")
-    require_type("slot_of_row", slot_of_row, torch.Tensor, "a tensor")
-    if slot_of_row.ndim != 1 or slot_of_row.shape[0] > _MAX_ROWS:
-        raise ValueError(
-            f"slot_of_row must be [rows], at most 2**30; got shape {tuple(slot_of_row.shape)}"
-        )
-    _require("slot_of_row", slot_of_row, torch.int32, x.device, slot_of_row.shape)
-    check_contiguous("slot_of_row", slot_of_row)
 
 
 def _check_rows(x: torch.Tensor) -> None:

@@ -275,29 +275,57 @@ class KernelSteps:
         return values
 
     def quantize_weights(self, weights: torch.Tensor) -> QuantizedWeights:
-        num_experts, num_values, num_columns = weights.shape
-        is_by_columns = not weights.is_contiguous()
+        if weights.is_contiguous():
+            return self._quantized(weights, transposed=True)[0]
+        return self._quantized(weights.transpose(1, 2), same=True)[0]
+
+    def quantize_weights_both_ways(
+        self, weights: torch.Tensor
+    ) -> tuple[QuantizedWeights, QuantizedWeights]:
+        if weights.is_contiguous():
+            same, transposed = self._quantized(weights, same=True, transposed=True)
+            return transposed, same
+        same, transposed = self._quantized(weights.transpose(1, 2), same=True, transposed=True)
+        return same, transposed
+
+    def _quantized(
+        self, weights: torch.Tensor, *, same: bool = False, transposed: bool = False
+    ) -> list[QuantizedWeights]:
+        """Of contiguous [experts, rows, columns]: in the same layout, transposed, or both."""
         weights = aligned(weights)
-        num_blocks = -(-num_columns // K_GROUP), num_values // K_GROUP
-        quantized = QuantizedWeights(
-            weights.new_empty(num_experts, num_columns, num_values, dtype=torch.float8_e4m3fn),
-            weights.new_empty(num_experts, *num_blocks, dtype=torch.float32),
+        num_experts, *sizes = weights.shape
+        found = [
+            QuantizedWeights(
+                weights.new_empty(num_experts, *shape, dtype=torch.float8_e4m3fn),
+                weights.new_empty(
+                    num_experts, *(-(-size // K_GROUP) for size in shape), dtype=torch.float32
+                ),
+            )
+            if is_wanted
+            else None
+            for is_wanted, shape in ((same, sizes), (transposed, sizes[::-1]))
+        ]
+        pointers = [
+            pointer
+            for one in found
+            for pointer in (
+                (0, 0) if one is None else (one.values.data_ptr(), one.scales.data_ptr())
+            )
+        ]
+        args = QuantizeWeightsArgs(weights.data_ptr(), *pointers, *sizes)
+        config = QuantizeWeightsConfig(
+            stores_same=same, stores_transposed=transposed, arch=self.arch
         )
-        written = {"quantized": quantized.values, "scales": quantized.scales}
-        pointers = (tensor.data_ptr() for tensor in (weights, *written.values()))
-        args = QuantizeWeightsArgs(*pointers, num_values, num_columns)
-        config = QuantizeWeightsConfig(is_by_columns=is_by_columns, arch=self.arch)
-        num_ctas = quantized.scales.numel()
+        made = [one for one in found if one is not None]
+        written: dict[str, torch.Tensor] = {}
+        for index, one in enumerate(made):
+            written |= {f"quantized_{index}": one.values, f"scales_{index}": one.scales}
+        num_ctas = made[0].scales.numel()
         launch(self.gpu, config, args, num_ctas, {"weights": weights}, written)
-        return quantized
+        return made
 
     def quantized_product(
-        self,
-        inputs: torch.Tensor,
-        weights: QuantizedWeights,
-        rows: Rows,
-        *,
-        gathers: bool = False,
+        self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows
     ) -> torch.Tensor:
         _num_experts, num_columns, num_values = weights.values.shape
         values, scales = parts_of_rows(inputs, num_values)
@@ -311,8 +339,6 @@ class KernelSteps:
             self.gpu,
             self.arch,
             expert_end=rows.offs,
-            slot_of_row=rows.slot_of_row if gathers else None,
-            num_topk=rows.num_topk,
         )
         return product
 

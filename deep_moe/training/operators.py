@@ -6,19 +6,21 @@ Optional results are empty tensors where there are none: an operator returns the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from deep_moe.activations import ACTIVATIONS, Activation, GatedActivation, activation_of
+from deep_moe.heuristics.products import K_GROUP
 from deep_moe.heuristics.training import num_padded_rows
 from deep_moe.targets import products_target, target_of
 from deep_moe.tensor_memory import check_memory
 
-from .experts import FP8_PRECISIONS, Experts, Linear1, Weights, widened
+from .experts import FP8_PRECISIONS, Experts, Linear1, Transposed, Weights, widened
 from .kernel_steps import KernelSteps
-from .quantized import quantized_width
+from .quantized import QuantizedWeights, quantized_width
 from .rows import Rows
 from .steps import Biases
 from .steps_for import steps_for
@@ -28,16 +30,21 @@ _PARAMETERS = (
     "Tensor w1, Tensor? w3, Tensor w2, Tensor? b1, Tensor? b3, Tensor? b2, "
     "str activation, str precision, str? arch"
 )
+# `Transposed`: values and scales of each weight.
+_TRANSPOSED = "Tensor w1t, Tensor w1t_sf, Tensor w3t, Tensor w3t_sf, Tensor w2t, Tensor w2t_sf"
+NUM_TRANSPOSED = 6
 torch.library.define(
     "deep_moe::moe",
     f"(Tensor x, Tensor topk_idx, Tensor topk_weights, {_PARAMETERS}, bool recompute, "
     "bool quantize_kept) -> "
-    "(Tensor out, Tensor gate, Tensor up, Tensor offs, Tensor row_of_slot, Tensor slot_of_row)",
+    "(Tensor out, Tensor gate, Tensor up, Tensor offs, Tensor row_of_slot, Tensor slot_of_row, "
+    f"{_TRANSPOSED})",
 )
 torch.library.define(
     "deep_moe::moe_backward",
     "(Tensor d_out, Tensor x, Tensor topk_weights, Tensor gate, Tensor up, Tensor offs, "
-    f"Tensor row_of_slot, Tensor slot_of_row, {_PARAMETERS}, bool needs_x, bool needs_weights, "
+    f"Tensor row_of_slot, Tensor slot_of_row, {_TRANSPOSED}, {_PARAMETERS}, bool needs_x, "
+    "bool needs_weights, "
     "bool needs_biases) -> (Tensor d_x, Tensor d_topk_weights, Tensor d_w1, Tensor d_w3, "
     "Tensor d_w2, Tensor d_b1, Tensor d_b3, Tensor d_b2)",
 )
@@ -137,7 +144,8 @@ def _moe(
         return tuple(result.zero_() for result in results)
     experts = experts_of(x, *parameters, activation, precision, arch)
     rows = experts.steps.route(topk_idx, w1.shape[0])
-    out, linear1 = experts.forward(x, LocalWays(rows, experts.steps), topk_weights)
+    computing = experts.of_forward() if recompute else experts
+    out, linear1, transposed = computing.forward(x, LocalWays(rows, experts.steps), topk_weights)
     if quantize_kept:
         linear1 = experts.quantized(linear1)
     gate, up = linear1.gate, linear1.up
@@ -145,7 +153,15 @@ def _moe(
         gate, up = x.new_empty(0), None
     if up is None:
         up = x.new_empty(0)
-    return out, gate, up, rows.offs, rows.row_of_slot, rows.slot_of_row
+    return (
+        out,
+        gate,
+        up,
+        rows.offs,
+        rows.row_of_slot,
+        rows.slot_of_row,
+        *(x.new_empty(0) if tensor is None else tensor for tensor in flat(transposed)),
+    )
 
 
 def _moe_fake(
@@ -178,7 +194,49 @@ def _moe_fake(
         ints(num_experts),
         ints(*topk_idx.shape),
         ints(num_rows),
+        *_transposed_fake(x, (w1, w3, w2), precision, recompute),
     )
+
+
+def _transposed_fake(
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor | None, ...],
+    precision: str,
+    recompute: bool,
+) -> list[torch.Tensor]:
+    found = []
+    for weight in weights:
+        if weight is None or precision != "fp8_dgrad" or recompute:
+            found += [x.new_empty(0), x.new_empty(0)]
+            continue
+        num_experts, *sizes = weight.shape
+        blocks = [size // K_GROUP for size in sizes]
+        found.append(x.new_empty(num_experts, *sizes, dtype=torch.float8_e4m3fn))
+        found.append(x.new_empty(num_experts, *blocks, dtype=torch.float32))
+    return found
+
+
+def flat(transposed: Transposed | None) -> list[torch.Tensor | None]:
+    """Values and scales of each weight, NUM_TRANSPOSED of them."""
+    if transposed is None:
+        return [None] * NUM_TRANSPOSED
+    weights = (transposed.gate, transposed.up, transposed.down)
+    return [
+        tensor
+        for weight in weights
+        for tensor in ((None, None) if weight is None else (weight.values, weight.scales))
+    ]
+
+
+def transposed_of(tensors: Sequence[torch.Tensor | None]) -> Transposed | None:
+    """The inverse; an empty tensor means the same as None."""
+    gate, up, down = (
+        None
+        if values is None or scales is None or not values.numel()
+        else QuantizedWeights(values, scales)
+        for values, scales in zip(tensors[::2], tensors[1::2], strict=True)
+    )
+    return None if gate is None or down is None else Transposed(gate, up, down)
 
 
 def _moe_backward(
@@ -190,6 +248,12 @@ def _moe_backward(
     offs: torch.Tensor,
     row_of_slot: torch.Tensor,
     slot_of_row: torch.Tensor,
+    w1t: torch.Tensor,
+    w1t_sf: torch.Tensor,
+    w3t: torch.Tensor,
+    w3t_sf: torch.Tensor,
+    w2t: torch.Tensor,
+    w2t_sf: torch.Tensor,
     w1: torch.Tensor,
     w3: torch.Tensor | None,
     w2: torch.Tensor,
@@ -218,6 +282,7 @@ def _moe_backward(
         LocalWays(Rows(offs, row_of_slot, slot_of_row), experts.steps),
         topk_weights,
         linear1,
+        transposed=transposed_of((w1t, w1t_sf, w3t, w3t_sf, w2t, w2t_sf)),
         needs_x=needs_x,
         needs_weights=needs_weights,
         needs_biases=needs_biases,
@@ -262,6 +327,12 @@ def _moe_backward_fake(
     offs: torch.Tensor,
     row_of_slot: torch.Tensor,
     slot_of_row: torch.Tensor,
+    w1t: torch.Tensor,
+    w1t_sf: torch.Tensor,
+    w3t: torch.Tensor,
+    w3t_sf: torch.Tensor,
+    w2t: torch.Tensor,
+    w2t_sf: torch.Tensor,
     w1: torch.Tensor,
     w3: torch.Tensor | None,
     w2: torch.Tensor,

@@ -144,16 +144,14 @@ class PlainSteps:
     def quantize_weights(self, weights: torch.Tensor) -> QuantizedWeights:
         return quantized_weights(weights)
 
+    def quantize_weights_both_ways(
+        self, weights: torch.Tensor
+    ) -> tuple[QuantizedWeights, QuantizedWeights]:
+        return quantized_weights(weights), quantized_weights(weights.transpose(1, 2))
+
     def quantized_product(
-        self,
-        inputs: torch.Tensor,
-        weights: QuantizedWeights,
-        rows: Rows,
-        *,
-        gathers: bool = False,
+        self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows
     ) -> torch.Tensor:
-        if gathers:
-            inputs = self.gather(inputs, rows)
         _num_experts, num_columns, num_values = weights.values.shape
         values, scales = parts_of_rows(inputs, num_values)
         wide = dequantize_e4m3_float(values, scales)

@@ -7,7 +7,7 @@ by slot, so that the order is the same in every run. Each arrived row is a token
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,6 @@ class ProcessGroupWays:
     send_sizes: list[int]
     recv_sizes: list[int]
     local: LocalWays
-    receives_rows: ClassVar[bool] = False
 
     @property
     def rows(self) -> Rows:

@@ -105,16 +105,18 @@ class Steps(Protocol):
         """Of [experts, K, N], contiguous or a transposed view of what is."""
         ...
 
+    def quantize_weights_both_ways(
+        self, weights: torch.Tensor
+    ) -> tuple[QuantizedWeights, QuantizedWeights]:
+        """`quantize_weights` of weights and of weights.transpose(1, 2), read once. K and N are
+        multiples of 128."""
+        ...
+
     def quantized_product(
-        self,
-        inputs: torch.Tensor,
-        weights: QuantizedWeights,
-        rows: Rows,
-        *,
-        gathers: bool = False,
+        self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows
     ) -> torch.Tensor:
         """Quantized rows times their experts' weights, BF16 [R, N]. Rows behind the last expert's
-        end hold anything. gathers: inputs are tokens, as `gather` takes them."""
+        end hold anything."""
         ...
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ AllToAllWays       all_to_all.py
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
@@ -19,15 +19,11 @@ from .steps import Steps
 class Ways(Protocol):
     """Every rank calls the same of these in the same order, also with nothing to send.
 
-    rows: of this rank's experts. Its slots are those that it receives. receives_rows: whether what
-    arrives lies in rows already, so that `gather` only rounds it.
+    rows: of this rank's experts. Its slots are those that it receives.
     """
 
     @property
     def rows(self) -> Rows: ...
-
-    @property
-    def receives_rows(self) -> bool: ...
 
     def receive(self, tokens: torch.Tensor) -> torch.Tensor:
         """This rank's tokens [tokens, H] to their experts; what arrives here, as `gather` takes
@@ -83,7 +79,6 @@ class LocalWays:
 
     rows: Rows
     steps: Steps
-    receives_rows: ClassVar[bool] = False
 
     def receive(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens

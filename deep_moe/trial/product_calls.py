@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +16,11 @@ UNTOUCHED = 7.0
 
 @dataclass
 class ProductCall:
-    """Operands of a call. x: [rows, K] with begin, otherwise [experts, N_e, K]. With slot_of_row it
-    has tokens. by_ends: experts' rows lie one behind the other, and the call is `multiply`'s, as
-    the layer makes it, which is told where they end."""
+    """Operands of a call. x: [rows, K] with begin, otherwise [experts, N_e, K].
+
+    by_ends: experts' rows lie one behind the other, and the call is `multiply`'s, which is told
+    where they end, as the layer calls it.
+    """
 
     x: torch.Tensor
     x_sf: torch.Tensor
@@ -27,8 +28,6 @@ class ProductCall:
     weight_sf: torch.Tensor
     count: torch.Tensor
     begin: torch.Tensor | None = None
-    slot_of_row: torch.Tensor | None = None
-    num_topk: int = 1
     by_ends: bool = False
 
     @classmethod
@@ -71,30 +70,10 @@ class ProductCall:
             weight_sf=powers(self.weight_sf),
         )
 
-    def of_tokens(self, num_tokens: int, num_topk: int, seed: int = 0) -> ProductCall:
-        """Its rows [rows, K] as those of slots, drawn from the first num_tokens rows of x. Some
-        slots have no token: negative ones, and those behind the last token."""
-        generator = torch.Generator().manual_seed(seed)
-        end = (num_tokens + 1) * num_topk
-        slots = torch.randint(-2, end, self.x.shape[:1], generator=generator).int()
-        return replace(
-            self,
-            x=self.x[:num_tokens],
-            x_sf=self.x_sf[:num_tokens],
-            slot_of_row=slots,
-            num_topk=num_topk,
-        )
-
     def run(self, **options: Any) -> torch.Tensor:
-        y = torch.full(
-            (*self._leading_shape, self.weight.shape[1]),
-            UNTOUCHED,
-            dtype=torch.bfloat16,
-            device=self.x.device,
-        )
+        shape = (*self.x.shape[:-1], self.weight.shape[1])
+        y = torch.full(shape, UNTOUCHED, dtype=torch.bfloat16, device=self.x.device)
         operands = (self.x, self.x_sf, self.weight, self.weight_sf)
-        if self.slot_of_row is not None:
-            options |= {"slot_of_row": self.slot_of_row, "num_topk": self.num_topk}
         if self.by_ends:
             ends = self.count.cumsum(0).int()
             gpu = gpu_of(self.x.device)
@@ -109,11 +88,6 @@ class ProductCall:
         were."""
         num_columns, num_values = self.weight.shape[1:]
         x = dequantize_e4m3_float(self.x, self.x_sf, torch.float64).view(-1, num_values)
-        if self.slot_of_row is not None:
-            tokens = self.slot_of_row.long() // self.num_topk  # -1 for negative slots
-            exists = (tokens >= 0) & (tokens < len(x))
-            with_zeros = torch.cat([x, x.new_zeros(1, num_values)])
-            x = with_zeros[tokens.where(exists, len(x))]
         scales = self.weight_sf.double().repeat_interleave(128, 1)[:, :num_columns]
         weights = self.weight.double() * scales.repeat_interleave(128, 2)
         y = y.double().view(-1, num_columns)
@@ -142,20 +116,15 @@ class ProductCall:
 
     def rows(self) -> list[slice]:
         """Each expert's."""
-        per_expert = self._leading_shape[-1]
+        per_expert = self.x.shape[-2]
         counts = self.count.tolist()
         if self.begin is None:
             begins = [e * per_expert for e in range(len(counts))]
             counts = [min(count, per_expert) for count in counts]
         else:
             begins = self.begin.tolist()
-        total = math.prod(self._leading_shape)
+        total = self.x.numel() // self.x.shape[-1]
         return [
             slice(min(max(b, 0), total), min(max(b + c, 0), total))
             for b, c in zip(begins, counts, strict=True)
         ]
-
-    @property
-    def _leading_shape(self) -> torch.Size:
-        """Of y, without the columns."""
-        return self.x.shape[:-1] if self.slot_of_row is None else self.slot_of_row.shape

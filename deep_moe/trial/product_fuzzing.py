@@ -23,8 +23,6 @@ AXES: dict[str, tuple[Any, ...]] = {
     # The last: more than there are, or before the first.
     "rows": ("any", "few", "all of one expert", "none", "beyond the ends"),
     "scales": ("by row", "by column"),
-    # gathered: rows of tokens, fewer than rows, or more. Only of [rows, K].
-    "x": ("in rows", "gathered"),
     "numbers": ("of any size", "exact", "NaN"),
 }
 CASES_PER_ROUND = 60
@@ -76,14 +74,11 @@ class ProductCase:
         call = ProductCall.random(
             rows, self.values["columns"], self.values["values"], counts, begins
         )
-        if self.values["x"] == "gathered" and begins is not None:
-            num_tokens = choose.randint(1, rows[0])
-            call = call.of_tokens(num_tokens, choose.choice([1, 3, 8]), self.number)
         if self.values["numbers"] == "exact":
             call = call.exact()
         elif self.values["numbers"] == "NaN":
             x = call.x.clone()
-            x.view(torch.uint8).view(-1, x.shape[-1])[choose.randrange(x.shape[0])] = 0x7F
+            x.view(torch.uint8).view(-1, x.shape[-1])[choose.randrange(rows[0])] = 0x7F
             call = replace(call, x=x)
         if self.values["scales"] == "by column":
             call = replace(call, x_sf=call.x_sf.mT.contiguous().mT)

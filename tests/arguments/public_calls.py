@@ -130,9 +130,8 @@ def grouped_product() -> Call:
     rows = {"x": e4m3(16, 256), "x_sf": torch.ones(16, 2)}
     weights = {"weight": e4m3(E, 136, 256), "weight_sf": torch.ones(E, 2, 2)}
     counts = {"expert_count": torch.ones(E).int(), "expert_begin": torch.arange(E).int()}
-    slots = {"slot_of_row": torch.arange(16).int(), "num_topk": 2}
     out = {"out": bf16(16, 136), "arch": "sm_90a"}
-    return deep_moe.grouped_product, {**rows, **weights, **counts, **slots, **out}
+    return deep_moe.grouped_product, {**rows, **weights, **counts, **out}
 
 
 def quantized_activation() -> Call:

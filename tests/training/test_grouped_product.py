@@ -29,16 +29,8 @@ CASES = {
     ),
     "first rows of each expert": ProductCall.random((3, 140), 144, 256, [131, 0, 5]),
     "counts beyond an expert's rows": ProductCall.random((2, 24), 128, 128, [30, 24]),
-    "of tokens": ProductCall.random((300,), 200, 384, [150, 0, 100], [8, 0, 170]).of_tokens(90, 3),
-    "of tokens, more tiles than stages and CTAs": ProductCall.random(
-        (600,), 264, 1152, [129, 256, 1], [0, 136, 400]
-    ).of_tokens(600, 1),
-    "of no token": ProductCall.random((12,), 8, 128, [10], [1]).of_tokens(0, 2),
     "by ends": replace(
         ProductCall.random((256,), 72, 256, [0, 130, 0, 100], [0, 0, 130, 130]), by_ends=True
-    ),
-    "by ends, of tokens": replace(
-        ProductCall.random((60,), 72, 128, [20, 40], [0, 20]).of_tokens(16, 8), by_ends=True
     ),
     "128 experts": ProductCall.random((160,), 64, 128, [1] * 128, [*range(128)]),
 }
@@ -66,7 +58,7 @@ def test_scales_may_lie_by_column() -> None:
     assert torch.equal(by_columns.run(), by_rows.run())
 
 
-@pytest.mark.parametrize("name", ["uneven, with gaps", "first rows of each expert", "of tokens"])
+@pytest.mark.parametrize("name", ["uneven, with gaps", "first rows of each expert"])
 def test_rows_may_lie_apart(name: str) -> None:
     case = CASES[name]
     wide = torch.zeros(*case.x.shape[:-1], case.x.shape[-1] + 48, dtype=torch.uint8)
@@ -137,33 +129,6 @@ def test_errors_name_the_argument(
         deep_moe.grouped_product(*operands)
 
 
-def test_errors_of_slots() -> None:
-    case = CASES["of tokens"]
-    operands = (case.x, case.x_sf, case.weight, case.weight_sf, case.count)
-    slots = case.slot_of_row
-    assert slots is not None
-    for begin, given, num_topk, error, text in (
-        (case.begin, None, 3, ValueError, "num_topk must be 1 without slot_of_row; got 3"),
-        (case.begin, slots, 0, ValueError, "num_topk must be 1 to 32; got 0"),
-        (case.begin, slots, 33, ValueError, "num_topk must be 1 to 32; got 33"),
-        (case.begin, slots, "3", TypeError, "num_topk must be an int; got str"),
-        (None, slots, 3, ValueError, r"x must be \[3 experts, rows, K\] without expert_begin"),
-        (case.begin, slots.long(), 3, TypeError, "slot_of_row must be torch.int32"),
-        (case.begin, slots.view(3, -1), 3, ValueError, r"slot_of_row must be \[rows\]"),
-        (case.begin, slots[::2], 3, ValueError, "slot_of_row must be contiguous"),
-        (case.begin, [1], 3, TypeError, "slot_of_row must be a tensor; got list"),
-    ):
-        with pytest.raises(error, match=text):
-            deep_moe.grouped_product(*operands, begin, slot_of_row=given, num_topk=num_topk)
-    out = torch.empty(300, 200).bfloat16()
-    inside = out.view(torch.int32).view(-1)[:300]
-    with pytest.raises(ValueError, match="out must not share memory with slot_of_row"):
-        deep_moe.grouped_product(*operands, case.begin, out, slot_of_row=inside, num_topk=3)
-    by_expert = VALID.x, VALID.x_sf, VALID.weight, VALID.weight_sf, VALID.count
-    with pytest.raises(ValueError, match="expert_begin must be a tensor with slot_of_row"):
-        deep_moe.grouped_product(*by_expert, slot_of_row=slots, num_topk=3)
-
-
 def test_errors_of_out_and_arch() -> None:
     operands = (VALID.x, VALID.x_sf, VALID.weight, VALID.weight_sf, VALID.count)
     for out, error, text in (
@@ -180,9 +145,8 @@ def test_errors_of_out_and_arch() -> None:
         deep_moe.grouped_product(*operands, arch="sm_80")
 
 
-@pytest.mark.parametrize("gathers", [False, True])
-def test_no_spills_and_no_serialized_products(gathers: bool) -> None:
-    config = GroupedProductConfig(gathers=gathers, arch="sm_90a")
+def test_no_spills_and_no_serialized_products() -> None:
+    config = GroupedProductConfig(arch="sm_90a")
     compilation = jit.compile_source(
         jit.render_training(config),
         arch=config.arch,

@@ -241,6 +241,18 @@ def test_quantized_weights_are_bit_equal(by_columns: bool) -> None:
     assert ours.values.float().isnan().sum() == 128 * 72
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_weights_quantized_both_ways_are_those_of_each(by_columns: bool) -> None:
+    weights = random(2, 256, 384, scale=3.0).bfloat16()
+    if by_columns:
+        weights = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = PLAIN.quantize_weights(weights), PLAIN.quantize_weights(weights.transpose(1, 2))
+    for both in (KERNELS.quantize_weights_both_ways(weights), expected):
+        for ours, plain in zip(both, expected, strict=True):
+            assert torch.equal(bits(ours.scales), bits(plain.scales))
+            assert torch.equal(ours.values.view(torch.uint8), plain.values.view(torch.uint8))
+
+
 def test_activation_is_quantized() -> None:
     """Bit for bit, of what it is in BF16."""
     rows = routed()

@@ -48,8 +48,9 @@ def configs(arch: str) -> list[TrainingConfig]:
         ScatterRowsConfig(num_sources=2, has_biases=True, arch=arch),
         DequantizeRowsConfig(arch=arch),
         QuantizeRowsConfig(arch=arch),
-        QuantizeWeightsConfig(is_by_columns=False, arch=arch),
-        QuantizeWeightsConfig(is_by_columns=True, arch=arch),
+        QuantizeWeightsConfig(arch=arch),
+        QuantizeWeightsConfig(stores_same=False, stores_transposed=True, arch=arch),
+        QuantizeWeightsConfig(stores_transposed=True, arch=arch),
         RoundWeightsConfig(arch=arch),
     ]
 

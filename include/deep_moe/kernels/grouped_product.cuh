@@ -1,13 +1,12 @@
 // y[rows of expert e] = x[rows of expert e] times weight[e] transposed, where both are E4M3: x with
-// a scale for each row and 128 values along K, weights with one for each 128 x 128. SM90. With
-// Config::gathers rows of x are tokens, and each row of y names its own (GroupedProductArgs).
+// a scale for each row and 128 values along K, weights with one for each 128 x 128. SM90.
 //
 // Grid: any number of clusters, a CTA per SM; each cluster takes every num_clusters-th turn.
 //
 //   warps     role                          registers per thread
 //   0 .. 7    math: products, sums, stores  num_math_registers
 //   8         loader                        num_loader_registers
-//   9 .. 11   factors out of scales, rows    num_loader_registers
+//   9 .. 11   factors out of scales         num_loader_registers
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -48,7 +47,7 @@ __device__ __forceinline__ void grouped_product(const GroupedProductArgs& args) 
     const uint32_t warp_idx = ptx::warp_idx();
     if (warp_idx == loader && ptx::elect_sync()) {
         stages.init_barriers();
-        if constexpr (!Config::gathers) ptx::prefetch_tensormap(&args.x);
+        ptx::prefetch_tensormap(&args.x);
         ptx::prefetch_tensormap(&args.weight);
     }
     meet_products<Config>();  //~ product_set_up

@@ -13,12 +13,8 @@ namespace deep_moe {
 // expert_begin rows e * rows_per_expert and following. With expert_end they are those from
 // expert_end[e - 1] on, or 0, and before expert_end[e]. What of them lies outside of the num_rows
 // rows is left out.
-//
-// With Config::gathers, rows of y are of tokens: row r of y is of slot slot_of_row[r], the slot of
-// token slot / num_topk, which is a row of x and of x_sf. It is of zeros where there is no such
-// token.
 struct alignas(64) GroupedProductArgs {
-    TensorMap x;                  // E4M3 [1][num_rows][K]; unused with gathers
+    TensorMap x;                  // E4M3 [1][num_rows][K]
     TensorMap weight;             // E4M3 [num_experts][N][K]
     const float* x_sf;            // of each row and 128 values along K; strides below
     const float* weight_sf;       // [num_experts][ceil(N / 128)][K / 128]
@@ -26,10 +22,6 @@ struct alignas(64) GroupedProductArgs {
     const int32_t* expert_count;  // [num_experts], or null with expert_end
     const int32_t* expert_end;    // [num_experts], or null
     void* y;                      // bf16 [num_rows][N]
-    // With gathers:
-    const int32_t* slot_of_row;  // [num_rows], negative where there is none
-    const void* tokens;          // E4M3 [num_tokens][K]
-    int64_t token_stride;        // bytes
     // Strides of x_sf in numbers. Of expert e, row r of y has x_sf[e * x_sf_expert_stride + r *
     // x_sf_row_stride] and following; the first is 0 where all rows are evenly spaced.
     int64_t x_sf_expert_stride;
@@ -40,9 +32,6 @@ struct alignas(64) GroupedProductArgs {
     uint32_t rows_per_expert;
     uint32_t num_columns;   // N, a multiple of 8
     uint32_t num_k_blocks;  // K / 128
-    // With gathers:
-    uint32_t num_tokens;
-    uint32_t num_topk;
 };
 
 }  // namespace deep_moe

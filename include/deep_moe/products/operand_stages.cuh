@@ -6,7 +6,6 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/products/args.cuh"
 #include "deep_moe/products/product_tiles.cuh"
-#include "deep_moe/ptx/async_copy.cuh"
 #include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
@@ -27,9 +26,8 @@ __device__ __forceinline__ void await_phase(uint32_t barrier, uint32_t parity) {
 // with the 128-byte swizzle. Behind all stages lie, for each, the factors of its products: for 128
 // columns and each row the product of both scales. Then come each math warp's results of 16 rows,
 // the headers of tiles, and the barriers:
-//   full   "A stage is loaded." The loader arrives (1) with the bytes of its copies, and the warp
-//          that has stored the stage's factors (1), with Config::gathers its rows, too. The math
-//          warps wait; first phase 0.
+//   full   "A stage is loaded." The loader arrives (1) with the stage's bytes, and the warp that
+//          has stored its factors (1). The math warps wait; first phase 0.
 //   empty  "A stage may be loaded." Each math warp of the cluster arrives when its products have
 //          read the stage and it has read the factors; loaders of both CTAs wait, because a copy of
 //          shared weights goes to both. The first round is granted.
@@ -47,10 +45,6 @@ class OperandStages {
     static constexpr uint32_t weight_bytes = num_parts * part_bytes;
     static constexpr uint32_t x_bytes = Config::block_m * Config::block_k;
     static constexpr uint32_t stage_bytes = weight_bytes + x_bytes;
-    // Of the loader.
-    static constexpr uint32_t copied_bytes = Config::gathers ? weight_bytes : stage_bytes;
-    static constexpr uint32_t rows_per_lane = 4;
-    static constexpr uint32_t no_row = ~0u;
     static constexpr uint32_t part_factor_bytes = Config::block_m * sizeof(float);
     static constexpr uint32_t stage_factor_bytes = num_parts * part_factor_bytes;
     static constexpr uint32_t num_slots = Config::num_stages + 1;
@@ -64,7 +58,7 @@ class OperandStages {
     static constexpr uint32_t barriers_offset = headers_offset + num_slots * header_bytes;
     static constexpr uint32_t num_full_arrivals = 2;
     static_assert(Config::block_k == 128, "a k-block is one row of the swizzle");
-    static_assert(Config::block_m == rows_per_lane * warp_size, "a lane has the scales of 4 rows");
+    static_assert(Config::block_m == 4 * warp_size, "a lane has the scales of 4 rows");
     static_assert(num_parts == 2, "each CTA of a cluster brings the columns of one part to both");
     static_assert(barriers_offset + Config::num_stages * 16 == Config::smem_bytes,
                   "smem_bytes is the stages, their factors and barriers, results and headers");
@@ -140,8 +134,8 @@ class OperandStages {
             for (uint32_t k_block = 0; k_block < args.num_k_blocks; ++k_block) {
                 await_phase(empty(ring.stage), ring.parity ^ 1);  //~ product_stage_free
                 if (k_block == 0) store_header(slots.stage, tile);
-                ptx::mbarrier_arrive_expect_tx(full(ring.stage), copied_bytes);
-                if constexpr (!Config::gathers) copy_rows(args, tile, k_block, ring.stage);
+                ptx::mbarrier_arrive_expect_tx(full(ring.stage), stage_bytes);
+                copy_rows(args, tile, k_block, ring.stage);
                 copy_weights(args, tile, k_block, ring.stage);
                 ring.advance();
             }
@@ -151,8 +145,7 @@ class OperandStages {
         for (uint32_t i = 0; i < num_full_arrivals; ++i) ptx::mbarrier_arrive(full(ring.stage));
     }
 
-    // Whole warps: warp `idx` of num_scale_warps has every num_scale_warps-th k-block. With
-    // Config::gathers it copies the rows, too.
+    // Whole warps: warp `idx` of num_scale_warps has every num_scale_warps-th k-block.
     __device__ void fill_factors(const GroupedProductArgs& args, uint32_t idx) const {
         const uint32_t lane_idx = ptx::lane_idx();
         const uint32_t num_column_blocks = ceil_div(args.num_columns, columns_per_part);
@@ -161,9 +154,8 @@ class OperandStages {
         Ring ring;
         uint32_t num_others = idx;  // k-blocks until the next one of this warp
         while (tiles.next(tile)) {
-            uint32_t rows[rows_per_lane];
-            find_rows(args, tile, rows);
-            const float* const row_scales = args.x_sf + tile.expert * args.x_sf_expert_stride;
+            const float* const row_scales = args.x_sf + tile.expert * args.x_sf_expert_stride +
+                                            (tile.first_row + lane_idx * 4) * args.x_sf_row_stride;
             const uint32_t first_block = tile.first_column / columns_per_part;
             const float* const column_scales =
                 args.weight_sf +
@@ -174,13 +166,13 @@ class OperandStages {
                     continue;
                 }
                 num_others = Config::num_scale_warps - 1;
-                float of_rows[rows_per_lane];
+                float of_rows[4];
 #pragma unroll
-                for (uint32_t i = 0; i < rows_per_lane; ++i) {
+                for (uint32_t i = 0; i < 4; ++i) {
                     of_rows[i] = 0.0f;
-                    if (rows[i] != no_row) {
-                        of_rows[i] = row_scales[rows[i] * args.x_sf_row_stride +
-                                                k_block * args.x_sf_k_stride];
+                    if (lane_idx * 4 + i < tile.num_rows) {
+                        of_rows[i] =
+                            row_scales[i * args.x_sf_row_stride + k_block * args.x_sf_k_stride];
                     }
                 }
                 float of_columns[num_parts];
@@ -193,7 +185,6 @@ class OperandStages {
                     }
                 }
                 await_phase(empty(ring.stage), ring.parity ^ 1);  //~ product_factors_free
-                if constexpr (Config::gathers) gather_rows(args, rows, k_block, ring.stage);
 #pragma unroll
                 for (uint32_t part = 0; part < num_parts; ++part) {
                     const float scale = of_columns[part];
@@ -202,10 +193,6 @@ class OperandStages {
                         {__float_as_uint(of_rows[0] * scale), __float_as_uint(of_rows[1] * scale),
                          __float_as_uint(of_rows[2] * scale), __float_as_uint(of_rows[3] * scale)});
                 }
-                if constexpr (Config::gathers) {
-                    ptx::cp_async_wait_all();             //~ gathered_rows_there
-                    ptx::fence_proxy_async_shared_cta();  //~ gathered_rows_fenced
-                }
                 __syncwarp();  //~ product_factors_stored
                 if (lane_idx == 0) ptx::mbarrier_arrive(full(ring.stage));
             }
@@ -213,54 +200,6 @@ class OperandStages {
     }
 
  private:
-    // The rows of x that a lane's rows of a tile are of, no_row for zeros.
-    __device__ __forceinline__ void find_rows(const GroupedProductArgs& args,
-                                              const ProductTile& tile,
-                                              uint32_t (&rows)[rows_per_lane]) const {
-#pragma unroll
-        for (uint32_t i = 0; i < rows_per_lane; ++i) {
-            const uint32_t row_in_tile = ptx::lane_idx() * rows_per_lane + i;
-            rows[i] = no_row;
-            if (row_in_tile >= tile.num_rows) continue;
-            rows[i] = tile.first_row + row_in_tile;
-            if constexpr (Config::gathers) {
-                const int32_t slot = args.slot_of_row[rows[i]];
-                const uint32_t token =
-                    static_cast<uint32_t>(slot) / args.num_topk;  //~ token_of_slot
-                rows[i] =
-                    slot >= 0 && token < args.num_tokens ? token : no_row;  //~ row_without_token
-            }
-        }
-    }
-
-    // A whole warp, of which each lane knows 4 neighbouring rows: 8 lanes copy a row's k-block. A
-    // row of the stage has its 16-byte chunks where the 128-byte swizzle wants them.
-    __device__ __forceinline__ void gather_rows(const GroupedProductArgs& args,
-                                                const uint32_t (&rows)[rows_per_lane],
-                                                uint32_t k_block, uint32_t stage) const {
-        constexpr uint32_t chunk_bytes = 16;
-        constexpr uint32_t lanes_per_row = Config::block_k / chunk_bytes;
-        constexpr uint32_t lanes_at_once = warp_size / lanes_per_row;
-        const uint32_t chunk = ptx::lane_idx() % lanes_per_row;
-        const uint32_t part = ptx::lane_idx() / lanes_per_row;
-        const uint8_t* const source = static_cast<const uint8_t*>(args.tokens) +
-                                      k_block * Config::block_k + chunk * chunk_bytes;
-#pragma unroll
-        for (uint32_t j = 0; j < rows_per_lane; ++j) {
-            const uint32_t first_row = part * rows_per_lane + j;
-            const uint32_t to = x(stage) + first_row * Config::block_k +
-                                (chunk ^ first_row % 8) * chunk_bytes;  //~ gathered_chunk
-#pragma unroll
-            for (uint32_t i = 0; i < warp_size; i += lanes_at_once) {
-                const uint32_t row = __shfl_sync(full_warp, rows[j], i + part);
-                const bool exists = row != no_row;
-                ptx::cp_async_cg_shared_global(to + i * rows_per_lane * Config::block_k,
-                                               source + (exists ? row : 0) * args.token_stride,
-                                               exists ? chunk_bytes : 0);
-            }
-        }
-    }
-
     // Rows of the box behind the tile's last one are filled with zeros: the map's second coordinate
     // counts towards block_m, which is out of bounds (grouped_product.py).
     __device__ __forceinline__ void copy_rows(const GroupedProductArgs& args,

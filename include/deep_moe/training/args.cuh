@@ -96,12 +96,16 @@ struct QuantizeRowsArgs {
     uint32_t num_chunks;  // a multiple of 16
 };
 
+// Only with Config::stores_same and with Config::stores_transposed, respectively, the results are
+// there.
 struct QuantizeWeightsArgs {
-    const void* weights;   // bf16 [experts][num_values][num_columns], or by columns
-    void* quantized;       // E4M3 [experts][num_columns][num_values]
-    float* scales;         // [experts][ceil(num_columns / 128)][num_values / 128]
-    uint32_t num_values;   // along K, a multiple of 128
-    uint32_t num_columns;  // a multiple of 8
+    const void* weights;       // bf16 [experts][num_rows][num_columns]
+    void* same;                // E4M3 [experts][num_rows][num_columns]
+    float* same_scales;        // [experts][ceil(num_rows / 128)][ceil(num_columns / 128)]
+    void* transposed;          // E4M3 [experts][num_columns][num_rows]
+    float* transposed_scales;  // [experts][ceil(num_columns / 128)][ceil(num_rows / 128)]
+    uint32_t num_rows;         // with transposed a multiple of 128
+    uint32_t num_columns;      // a multiple of 8
 };
 
 struct RoundWeightsArgs {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from fractions import Fraction
 from itertools import zip_longest
@@ -310,11 +308,10 @@ def choose_turns(
     choices: FieldChoices,
     *,
     blocks_per_sm: int,
-    is_dealt_out: bool,
 ) -> None:
     """In which order the list of blocks has Linear1 and Linear2 (experts/block_walk.cuh); needs the
     tile, the cluster and the ring. blocks_per_sm: of each layer in a turn, where experts have few
-    tokens. is_dealt_out: whether clusters take every (number of clusters)-th pair of the list."""
+    tokens."""
     fields = choices.fields
     num_clusters = fields["num_sms"] // fields["cluster_size"]
     l1_pairs, l2_pairs = (
@@ -331,7 +328,7 @@ def choose_turns(
         MAX_INDEX if fitting is None else max(1 + num_late, (fitting - 2 * num_late) * 3 // 4)
     )
     if fields["block_m"] >= ROWS_OF_SHORT_TURNS:
-        wanted = even_turn(num_clusters, l1_pairs + l2_pairs) if is_dealt_out else 1
+        wanted = 1
         reason = "so many tokens that rows should leave for other ranks at a steady rate"
     else:
         wanted = choose_num_experts_per_turn(
@@ -393,22 +390,6 @@ def _choose_unit(choices: FieldChoices, fitting: int | None) -> int:
         rule = f"1 to {MAX_TURN_M_BLOCKS}{', and even in clusters of two' if least > 1 else ''}"
         raise ValueError(f"num_unit_m_blocks must be {rule}; got {unit}")
     return unit
-
-
-def even_turn(num_clusters: int, pairs_per_m_block: int) -> int:
-    """The shortest turn, in m-blocks, that gives each cluster about as many pairs of one layer as
-    of the other, if clusters take every num_clusters-th: these come by at least eight places of a
-    turn.
-
-    >>> even_turn(74, 52), even_turn(80, 20), even_turn(74, 74)
-    (1, 9, 8)
-    """
-    return next(
-        turn
-        for turn in itertools.count(1)
-        if math.gcd(num_clusters, turn * pairs_per_m_block) * 8 <= turn * pairs_per_m_block
-        or turn == num_clusters
-    )
 
 
 def _of_ring(fitting: int | None) -> str:

@@ -292,7 +292,7 @@ def choose_fields(
 
     choose_shared_parts(shape, choices)
     choose_ring(shape, choices, sf_columns_per_block=align_up(block_m, BLOCK_N))
-    choose_turns(shape, expected, choices, blocks_per_sm=BLOCKS_PER_SM_IN_TURN, is_dealt_out=True)
+    choose_turns(shape, expected, choices, blocks_per_sm=BLOCKS_PER_SM_IN_TURN)
     smem = partial(smem_layout, decoded_block_bytes=decoded_block_bytes)
     choose_stages(shape, smem_capacity, smem, choices)
     choose_combine_chunks(shape, smem, choices)

@@ -242,7 +242,7 @@ def choose_fields(
     )
 
     choose_ring(shape, choices, sf_columns_per_block=block_m_step)
-    choose_turns(shape, expected, choices, blocks_per_sm=BLOCKS_PER_SM_IN_TURN, is_dealt_out=False)
+    choose_turns(shape, expected, choices, blocks_per_sm=BLOCKS_PER_SM_IN_TURN)
     layout = partial(smem_layout, kind=kind)
     choose_stages(shape, smem_capacity, layout, choices)
     choose(

@@ -14,6 +14,9 @@ from .segments import Layout, LayoutBuilder, align_up
 SWIZZLE_ALIGNMENT = 1024  # a 128-byte swizzle pattern repeats every 1024 bytes
 BULK_COPY_ALIGNMENT = 128
 WARP_VALUES = 16  # of Linear1's output that a warp of SM100's epilogue makes of a token
+# Of SM100's clusters: the pair that is loaded, two that are multiplied or wait for the epilogue,
+# and one in the epilogue.
+NUM_PAIR_SLOTS = 4
 NUM_COMBINE_SLOTS = 3  # two being loaded in turn, one being stored
 
 # To find the most stages that fit, a few layouts are asked for: most of what a config costs. The
@@ -114,10 +117,13 @@ def sm100_smem_layout(
         ),
         ("tmem_full_barriers", num_tmem_stages, "accumulator is complete"),
         ("tmem_empty_barriers", num_tmem_stages, "accumulator has been read"),
+        ("pair_barriers", NUM_PAIR_SLOTS, "it is known which pair of blocks comes next"),
+        ("pair_read_barriers", NUM_PAIR_SLOTS, "all roles know the pair in a slot"),
         ("combine_barriers", 2 * num_epilogue_warps, "contribution has arrived"),
     )
     for name, count, purpose in barriers:
         add(name, "u64", (count,), purpose, alignment=8)
+    add("claimed_pairs", "u32", (NUM_PAIR_SLOTS,), "what the cluster claimed", alignment=4)
     add("tmem_ptr", "u32", (1,), "where the TMEM allocation starts", alignment=4)
     return builder.build(alignment=16)
 

@@ -170,7 +170,7 @@ class _Parts(LayoutBuilder):
             (pool_blocks, shape.num_l2_mask_words),
             "one bit per finished Linear1 n-block",
         )
-        control("num_claimed_blocks", "u32", (1,), "SM90: blocks that CTAs took beyond their first")
+        control("num_claimed_blocks", "u32", (1,), "blocks, or pairs, taken beyond the first")
         if shape.is_bounded:
             control(
                 "release_count", "u32", (pool_blocks,), "Linear2 blocks that have read the rows"

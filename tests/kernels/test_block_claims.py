@@ -1,4 +1,4 @@
-"""SM90's CTAs claim blocks of the list: each is taken once, in order, by whoever is free."""
+"""CTAs claim blocks of the list: each is taken once, in order, by whoever is free."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SLOW_CTA = 3
 KERNEL = r"""
 #include <deep_moe/layout/kernel_args.cuh>
 #include <deep_moe/layout/rank_buffers.cuh>
+#include <deep_moe/experts/block_claims.cuh>
 #include <deep_moe/experts/block_walk.cuh>
-#include <deep_moe/experts/sm90/block_claims.cuh>
 #include <deep_moe/ptx/timer.cuh>
 
 using namespace deep_moe;
@@ -30,7 +30,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     ExpertCounts<Config> counts;
     if (!counts.fetch(args, local, waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
-    sm90::BlockClaims<Config> claims(local);
+    BlockClaims<Config> claims(local);
     uint32_t num_blocks = 0;
     for (Block block; walk.find(block); ++num_blocks) {
         claims.claim();

@@ -31,7 +31,9 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     if (!counts.fetch(args, RankBuffers<Config>(args).local(), waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
     uint32_t num_blocks = 0;
-    for (Block block; walk.next(block); ++num_blocks) {
+    uint32_t pair_idx = blockIdx.x / Config::cluster_size;
+    for (Block block; walk.find(block); ++num_blocks) {
+        walk.go_to(pair_idx += Config::num_sms / Config::cluster_size);
         if (threadIdx.x != 0) continue;
         uint32_t* fields = words + 1 + 7 * num_blocks;
         fields[0] = static_cast<uint32_t>(block.phase);

@@ -68,7 +68,9 @@ __device__ void compute(const KernelArgs& args, uint32_t warp_idx, Waiter& waite
     ExpertCounts<Config> counts;
     if (!counts.fetch(args, buffers.local(), waiter)) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
-    for (Block block; walk.next(block);) {
+    uint32_t pair_idx = blockIdx.x / Config::cluster_size;
+    for (Block block; walk.find(block);) {
+        walk.go_to(pair_idx += Config::num_sms / Config::cluster_size);
         if (block.phase == Phase::linear1 && block.n_block_idx == 0 &&
             !send_back(buffers, block, warp_idx, waiter)) {
             return;

@@ -287,6 +287,28 @@ SM100_MUTATIONS = (
         "harmless: the commits of the last stages precede, in the thread's order, that of the last "
         "accumulator, which the epilogue of both CTAs waits for before it goes on",
     ),
+    # ---- pairs of blocks
+    M("pair_not_told", removed("pair_told"), "misuse|timeout", one_size=32),
+    M("pair_not_awaited", instead("pair_awaited", "if (false) {"), "race|misuse", one_size=32),
+    M(
+        "pair_slot_named_anew_too_early",
+        instead("slot_free", "if (false) {"),
+        "race|misuse",
+        one_size=32,
+    ),
+    M("pair_slot_never_read", removed("pair_read"), "timeout", one_size=32),
+    M(
+        "pair_read_barrier_count",
+        replaced("pair_read_init", "3 +", "2 +"),
+        "race|misuse|timeout",
+        one_size=32,
+    ),
+    M(
+        "every_other_pair_dealt_out",
+        replaced("pair_dealt_out", "+=", "+= 2 *"),
+        "race|misuse|timeout|result",
+        one_size=16,
+    ),
     # ---- MMA
     M("mma_always_accumulates", replaced("mma", "accumulates", "true"), "misuse|result"),
     M(

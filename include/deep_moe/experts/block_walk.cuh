@@ -11,10 +11,10 @@
 //
 // A cluster takes a pair of blocks, and its CTA of rank r takes the pair's r-th block. A pair is
 // two neighbouring n-blocks of an m-block. Where num_cluster_m_blocks is 2, it is the same n-block
-// of two neighbouring m-blocks, and two n-blocks only of an odd last m-block. On SM100 a cluster
-// takes every (number of clusters)-th pair. On SM90 it takes the pair that it claims next
-// (experts/sm90/block_claims.cuh). A block waits only for blocks in pairs in front of it, or for
-// tokens that wait only for such blocks. Pairs are taken in order, so the walk cannot deadlock.
+// of two neighbouring m-blocks, and two n-blocks only of an odd last m-block. A cluster claims the
+// pair that it takes next (experts/block_claims.cuh). A block waits only for blocks in pairs in
+// front of it, or for tokens that wait only for such blocks. Pairs are claimed in order, so the
+// walk cannot deadlock.
 //
 // An m-block counts as half as many pairs as it has n-blocks, rounded up. A turn has as many pairs
 // as its m-blocks, wherever units end. With an odd number of n-blocks there are blocks with
@@ -46,7 +46,6 @@ class BlockWalk {
     static constexpr uint32_t num_pairs = LinearOf<Config>::template num_pairs<phase>;
     static constexpr uint32_t lead = Config::num_lead_m_blocks;
     static constexpr uint32_t turn = Config::num_turn_m_blocks;
-    static constexpr uint32_t num_clusters = Config::num_sms / Config::cluster_size;
     static_assert(Config::num_sms % Config::cluster_size == 0);
     // Of a unit, the last m-block's Linear1 begins so many m-blocks earlier than by itself, and the
     // first one's Linear2 ends so many later.
@@ -78,12 +77,6 @@ class BlockWalk {
     __device__ bool find(Block& block);
     // Behind it only.
     __device__ void go_to(uint32_t pair_idx) { next_pair_ = pair_idx; }
-    // Block by block, where a cluster takes every (number of clusters)-th pair.
-    __device__ bool next(Block& block) {
-        const bool found = find(block);
-        next_pair_ += num_clusters;
-        return found;
-    }
 
  private:
     // Where m-blocks have one size, each is one pool block, and what is kept of mixed ones follows

@@ -47,6 +47,7 @@ enum class WaitSite : uint32_t {
     list_page = 20,                   // a page for a list of tokens, from another CTA of this rank
     weights_loaded = 21,              // a loaded block of weights, to decode
     decoded_weights_read = 22,        // products of the weights decoded before, to decode others
+    pair_slot_free = 23,              // roles that have yet to see an earlier pair of blocks
 };
 
 struct RankSet {

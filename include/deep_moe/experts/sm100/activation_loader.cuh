@@ -7,6 +7,7 @@
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm100/kernel_args.cuh"
 #include "deep_moe/experts/sm100/mma.cuh"
+#include "deep_moe/experts/sm100/pair_claims.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/experts/wait_for_tokens.cuh"
 #include "deep_moe/layout/pool_ring.cuh"
@@ -39,7 +40,8 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
     const SharedMemory<Config> smem = shared_memory.uniform();
     const SharedMemory<Config> even = smem.of_even_cta();
     RingPosition<Config::num_stages> ring;
-    for (Block block; walk.next(block);) {
+    PairFollower<Config> pairs(smem);
+    for (Block block; pairs.next(walk, block, waiter);) {
         const LinearOf<Config> linear(block.phase);
         trace.mark(linear.await_tokens_step(), block.pool_block_idx, block.num_valid_rows);
         if (!wait_for_tokens(local, block, waiter)) return;

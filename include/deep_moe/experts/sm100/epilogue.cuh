@@ -9,6 +9,7 @@
 #include "deep_moe/experts/sm100/kernel_args.cuh"
 #include "deep_moe/experts/sm100/l1_epilogue.cuh"
 #include "deep_moe/experts/sm100/l2_epilogue.cuh"
+#include "deep_moe/experts/sm100/pair_claims.cuh"
 #include "deep_moe/experts/sm100/row_biases.cuh"
 #include "deep_moe/experts/sm100/row_factors.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
@@ -47,9 +48,18 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
     if (!all_arrived(counts.fetch(args, local, waiter))) return;
     BlockWalk<Config> walk(counts, blockIdx.x);
 
+    PairFollower<Config> pairs(smem);
     RingPosition<Config::num_tmem_stages> accumulators;
-    for (Block block; walk.next(block); accumulators.advance()) {
+    for (;; accumulators.advance()) {
         trace.mark(TraceStep::await_block);
+        Block block;
+        const bool is_told = pairs.follow(walk, waiter);
+        const bool exists = is_told && walk.find(block);
+        if (!exists) {
+            if (!all_arrived(is_told)) return;
+            if (epilogue_warp_idx == 0) pairs.release();
+            break;
+        }
         const LinearOf<Config> linear(block.phase);
         const RowBiases biases = load_row_biases(args, linear, block, warp);
         const RowFactors factors = load_row_factors(args, linear, block, warp);
@@ -60,6 +70,8 @@ __device__ void run_epilogues(const KernelArgs& args, const SharedMemory<Config>
         const bool arrived = epilogue_warp_idx != 0 || L1Epilogue<Config>::is_idle(block) ||
                              wait_for_dispatch(local, block, waiter);
         if (!all_arrived(arrived)) return;
+        if (epilogue_warp_idx == 0) pairs.release();
+        pairs.advance();
         LaneToken first_token;
         typename L2Epilogue<Config>::Sources sources;
         if (block.phase == Phase::linear1) {

@@ -9,6 +9,7 @@
 #include "deep_moe/experts/sm100/decoded_weights.cuh"
 #include "deep_moe/experts/sm100/descriptors.cuh"
 #include "deep_moe/experts/sm100/kernel_args.cuh"
+#include "deep_moe/experts/sm100/pair_claims.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/named_barrier.cuh"
@@ -184,7 +185,8 @@ __device__ void issue_mmas(const KernelArgs& args, const SharedMemory<Config>& s
     RingPosition<Config::num_stages> ring;
     [[maybe_unused]] RingPosition<num_decoded_slots<Config>> decoded;
     RingPosition<Config::num_tmem_stages> accumulators;
-    for (Block block; walk.next(block); accumulators.advance()) {
+    PairFollower<Config> pairs(smem);
+    for (Block block; pairs.next(walk, block, waiter); accumulators.advance()) {
         trace.mark(TraceStep::await_block, stage_wait.ticks());
         stage_wait.reset();
         if (!waiter.uniform_mbarrier(WaitSite::accumulator_empty,

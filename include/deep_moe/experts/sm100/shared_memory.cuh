@@ -10,6 +10,7 @@
 #include "deep_moe/layout/elements.cuh"
 #include "deep_moe/ptx/cluster.cuh"
 #include "deep_moe/ptx/fence.cuh"
+#include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/ptx/warp.cuh"
 
@@ -29,6 +30,10 @@ __device__ __forceinline__ uint32_t num_scale_rows(uint32_t num_k_blocks) {
     if constexpr (Weights::has_scales) num_words = Weights::scale_words_per_k_block;
     return (has_words ? num_k_blocks * num_words : 0) + (Weights::has_factors ? 1 : 0);
 }
+
+// Pairs of blocks that a cluster's weight loader may be ahead of its epilogues.
+template <class Config>
+inline constexpr uint32_t num_pair_slots = Config::Smem::claimed_pairs_dim0;
 
 template <class Config>
 class SharedMemory {
@@ -106,6 +111,13 @@ class SharedMemory {
         return base_ + Smem::amax_exchange_offset + epilogue_warp_idx * Smem::amax_exchange_stride;
     }
 
+    // u32: which pair of the list the cluster takes next, written by the even CTA's weight loader
+    // in both CTAs (pair_claims.cuh).
+    __device__ uint32_t claimed_pairs(uint32_t slot) const {
+        static_assert(all_are<uint32_t, typename Smem::claimed_pairs_element>);
+        return base_ + Smem::claimed_pairs_offset + slot * sizeof(uint32_t);
+    }
+
     // Where the TMEM allocation starts, written by the allocating warp.
     __device__ uint32_t tmem_ptr() const { return base_ + Smem::tmem_ptr_offset; }
 
@@ -148,6 +160,21 @@ class SharedMemory {
         return barrier(Smem::tmem_empty_barriers_offset, stage);
     }
 
+    // "It is known which pair of blocks comes next." Each CTA has its own. Arrives: the weight
+    // loader of the even CTA (1), with the bytes that it stores. Wait: all roles of the CTA, parity
+    // of their round over the slots.
+    __device__ uint32_t pair_barriers(uint32_t slot) const {
+        return barrier(Smem::pair_barriers_offset, slot);
+    }
+
+    // "All roles know the pair in a slot." Only the even CTA's are used. Arrive: of both CTAs the
+    // loaders, one epilogue warp for all, and warps that decode; and the MMA warp. These arrivals
+    // only say that the slot was read. Waits: the weight loader of the even CTA, with the parity
+    // opposite to its round.
+    __device__ uint32_t pair_read_barriers(uint32_t slot) const {
+        return barrier(Smem::pair_read_barriers_offset, slot);
+    }
+
     // One thread; others, in both CTAs, may use the barriers after a cluster barrier.
     __device__ void init_barriers() const {
         // "A token lies in the pull buffer." One per dispatch warp, private to it: one lane arrives
@@ -164,6 +191,12 @@ class SharedMemory {
         init(Smem::tmem_full_barriers_offset, Config::num_tmem_stages, 1);
         init(Smem::tmem_empty_barriers_offset, Config::num_tmem_stages,
              2 * Config::num_epilogue_warps);  //~ tmem_empty_init
+        init(Smem::pair_barriers_offset, num_pair_slots<Config>, 1);
+        init(Smem::pair_read_barriers_offset, num_pair_slots<Config>,
+             2 * (3 + Config::num_decode_warps) + 1);  //~ pair_read_init
+        for (uint32_t i = 0; i < num_pair_slots<Config>; ++i) {
+            ptx::st_shared_u32(claimed_pairs(i), 0);
+        }
         // "A contribution has arrived." Two per epilogue warp, private to it: one lane arrives (1)
         // with the chunk's bytes, the warp waits; first phase 0 (combine/combine.cuh).
         init(Smem::combine_barriers_offset, 2 * Config::num_epilogue_warps, 1);

@@ -8,6 +8,7 @@
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm100/decoded_weights.cuh"
 #include "deep_moe/experts/sm100/kernel_args.cuh"
+#include "deep_moe/experts/sm100/pair_claims.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
@@ -111,7 +112,8 @@ __device__ void decode_weights(const KernelArgs& args, const SharedMemory<Config
     // The k-block whose place in tensor memory this one takes. The first ones take free places.
     RingPosition<Config::num_stages> read;
     uint32_t num_free = num_slots;
-    for (Block block; walk.next(block);) {
+    PairFollower<Config> pairs(smem);
+    for (Block block; pairs.next(walk, block, waiter);) {
         const uint32_t num_k_blocks = LinearOf<Config>(block.phase).num_k_blocks();
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
             if (is_mine) {

@@ -1,11 +1,13 @@
 // The warp that loads weights and their scales. Weights were written before the kernel started, so
-// the warp runs ahead as far as the stages allow.
+// the warp runs ahead as far as the stages allow. In the even CTA it also claims the cluster's
+// pairs of blocks, and tells all roles about them.
 #pragma once
 
 #include "deep_moe/experts/block_walk.cuh"
 #include "deep_moe/experts/expert_counts.cuh"
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm100/kernel_args.cuh"
+#include "deep_moe/experts/sm100/pair_claims.cuh"
 #include "deep_moe/experts/sm100/shared_memory.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/ptx/named_barrier.cuh"
@@ -34,7 +36,9 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
     const SharedMemory<Config> smem = shared_memory.uniform();
     const SharedMemory<Config> even = smem.of_even_cta();
     RingPosition<Config::num_stages> ring;
-    for (Block block; walk.next(block);) {
+    PairClaims<Config> claims(smem, local);
+    PairFollower<Config> pairs(smem);
+    for (Block block; pairs.next(walk, block, waiter);) {
         const LinearOf<Config> linear(block.phase);
         trace.mark(linear.load_step(), linear.weight_block_row(block), block.num_valid_rows);
         const TensorMap* weights = &linear.weights(args);
@@ -51,6 +55,10 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         }
 
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
+            if (ptx::cluster_ctarank() == 0 &&
+                !claims.before_k_block(k_block_idx, num_k_blocks, waiter)) {
+                return;
+            }
             if (!waiter.uniform_mbarrier(WaitSite::weight_stage_empty,
                                          smem.empty_barriers(ring.stage), ring.parity ^ 1)) {
                 return;

@@ -5,11 +5,12 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/experts/block_claims.cuh"
 #include "deep_moe/experts/block_walk.cuh"
 #include "deep_moe/experts/expert_counts.cuh"
 #include "deep_moe/experts/linear.cuh"
-#include "deep_moe/experts/sm90/block_claims.cuh"
 #include "deep_moe/experts/sm90/block_header.cuh"
+#include "deep_moe/experts/sm90/cluster_claims.cuh"
 #include "deep_moe/experts/sm90/expected_weights.cuh"
 #include "deep_moe/experts/sm90/kernel_args.cuh"
 #include "deep_moe/experts/sm90/l1_publisher.cuh"
@@ -199,8 +200,9 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 copy_weights<Config>(dst, src, full, block.shares_weights, is_read_once);
             }
             __syncwarp();
-            constexpr uint32_t num_ahead = decltype(claims)::num_k_blocks_ahead;
-            if (k_block_idx + min(num_ahead, num_k_blocks) == num_k_blocks) claims.claim();
+            if (k_block_idx + min(num_claim_k_blocks, num_k_blocks) == num_k_blocks) {
+                claims.claim();
+            }
             if constexpr (!has_few_loader_registers<Config>) {
                 src += block_bytes;
                 if constexpr (Weights::has_block_scales) factors += scales_per_block;

@@ -3,6 +3,7 @@
 // functional units get.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -34,12 +35,16 @@ class CtaWindow final : public SharedWindow {
         : cta_(cta), what_(what), is_watched_(is_access && cta.machine->races) {}
     const uint8_t* read(uint32_t address, uint32_t num_bytes) override {
         if (is_watched_) note(address, num_bytes, Access::read);
-        // Operands are read 16 bytes at a time: the check for those without a loop.
-        if (num_bytes == 16 && address >= shared_base && address + 16 <= cta_.shared_end) {
-            uint64_t shadow[2];
-            std::memcpy(shadow, cta_.shadow.data() + address, 16);
+        // Operands are read 16 or 32 bytes at a time: the check for those without a loop.
+        if ((num_bytes == 16 || num_bytes == 32) && address >= shared_base &&
+            address + num_bytes <= cta_.shared_end) {
+            uint64_t shadow[4];
+            const uint8_t* written = cta_.shadow.data() + address;
+            std::memcpy(shadow, written, 16);
+            std::memcpy(shadow + 2, written + num_bytes - 16, 16);
             constexpr uint64_t all_written = 0x0101010101010101ull;
-            if (shadow[0] == all_written && shadow[1] == all_written) {
+            const auto is_written = [](uint64_t bytes) { return bytes == all_written; };
+            if (std::all_of(shadow, shadow + 4, is_written)) {
                 return reinterpret_cast<const uint8_t*>(cta_.shared + address);
             }
         }

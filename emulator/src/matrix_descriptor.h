@@ -160,10 +160,20 @@ inline void gather_operand(SharedWindow& shared, const MatrixDescriptor& descrip
                            uint8_t* out, uint32_t chunk_bytes = 16) {
     if (!mn_major) {
         for (uint32_t row = 0; row < num_rows; ++row) {
+            uint8_t* const to = out + row * row_bytes;
             for (uint32_t chunk = 0; chunk < row_bytes / 16; ++chunk) {
-                const uint8_t* source =
-                    shared.read(descriptor.k_major_chunk(row, chunk), chunk_bytes);
-                __builtin_memcpy(out + row * row_bytes + chunk * 16, source, chunk_bytes);
+                const uint32_t address = descriptor.k_major_chunk(row, chunk);
+                // A swizzle leaves pairs of chunks beside each other, in either order: one access.
+                if (chunk_bytes == 16 && chunk + 1 < row_bytes / 16 &&
+                    (address ^ descriptor.k_major_chunk(row, chunk + 1)) == 16) {
+                    const uint8_t* source = shared.read(address & ~16u, 32);
+                    const uint32_t first = address & 16;
+                    __builtin_memcpy(to + chunk * 16, source + first, 16);
+                    __builtin_memcpy(to + chunk * 16 + 16, source + (16 - first), 16);
+                    ++chunk;
+                    continue;
+                }
+                __builtin_memcpy(to + chunk * 16, shared.read(address, chunk_bytes), chunk_bytes);
             }
         }
         return;

@@ -64,6 +64,8 @@ TO_GLOBAL = "cp.async.bulk.global.shared::cta.bulk_group "
 LOAD = "cp.async.bulk.tensor.1d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
 STORE = "cp.async.bulk.tensor.1d.global.shared::cta.tile.bulk_group "
 MMA = "tcgen05.mma.cta_group::1.kind::f16 "
+SPARSE_MMA = "tcgen05.mma.sp.cta_group::1.kind::f16 "
+STATIONARY_MMA = "tcgen05.mma.ws.cta_group::1.kind::f16 "
 SHAPE = 4 << 24 | 1 << 17 | 1 << 4  # M = 64, N = 8, FP32 results
 
 FAMILIES: dict[str, Family] = {
@@ -189,6 +191,43 @@ FAMILIES: dict[str, Family] = {
         + f"@%c3 {MMA} [%r6], %rd6, %rd6, {SHAPE}, %c2;"
         + "nanosleep.u32 1000;",
         32,
+    ),
+    "tcgen05.mma.sp, A": Family(
+        TENSOR_MEMORY
+        + LEADER
+        + f"@%c3 {SPARSE_MMA} [%r6], %rd6, %rd6, [%r6+8], {SHAPE | 4}, %c2;"
+        + "nanosleep.u32 1000;",
+        32,
+    ),
+    "tcgen05.mma.sp, metadata": Family(
+        TENSOR_MEMORY
+        + LEADER
+        + "@%c3 st.bulk.weak.shared::cta [%r1+256], 256, 0; fence.proxy.async;"
+        + "or.b32 %r7, %r6, 65504; mov.b64 %rd6, 70368744177744;"
+        + f"@%c3 {SPARSE_MMA} [%r6], %rd6, %rd6, [%r7], {SHAPE | 4}, %c2;"
+        + "nanosleep.u32 1000;",
+        32,
+    ),
+    "tcgen05.mma.ws, shifted columns": Family(
+        TENSOR_MEMORY
+        + LEADER
+        + f"mov.b64 %rd7, 8; shl.b64 %rd7, %rd7, 56; @%c3 {STATIONARY_MMA} [%r6], %rd6, %rd6,"
+        + f" {2 << 24 | 8 << 17 | 1 << 4 | 1 << 30}, %c2, %rd7; nanosleep.u32 1000;",
+        32,
+    ),
+    "tcgen05.cp, decompression": Family(
+        TENSOR_MEMORY
+        + LEADER
+        + "@%c3 tcgen05.cp.cta_group::1.32x128b.warpx4.b8x16.b6x16_p32 [%r6], %rd6;"
+        + "nanosleep.u32 1000;",
+        32,
+    ),
+    "wgmma of bits": Family(
+        "wgmma.fence.sync.aligned;"
+        "wgmma.mma_async.sync.aligned.m64n8k256.s32.b1.b1.and.popc"
+        " {%r20, %r21, %r22, %r23}, %rd5, %rd5, %c2;"
+        "wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;",
+        128,
     ),
     "tcgen05.cp": Family(
         TENSOR_MEMORY

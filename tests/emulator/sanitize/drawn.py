@@ -34,8 +34,41 @@ ENVIRONMENT = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
 }
 
-# What the families do not have: calls, recursion, variables, tables, the driver's functions.
+FOUR, EIGHT = ("{" + ", ".join(f"%r{i}" for i in range(n)) + "}" for n in (4, 8))
+PRODUCTS = (
+    f"m16n8k64.row.col.s32.s4.u4.s32 {FOUR}, {FOUR}, {{%r4, %r5}}, {FOUR}",
+    f"m16n8k256.row.col.s32.b1.b1.s32.xor.popc {FOUR}, {FOUR}, {{%r4, %r5}}, {FOUR}",
+    "m8n8k16.row.col.s32.s8.s8.s32 {%r0, %r1}, {%r2}, {%r3}, {%r0, %r1}",
+    f"m8n8k4.row.col.f32.f16.f16.f32 {EIGHT}, {{%r8, %r9}}, {{%r10, %r11}}, {EIGHT}",
+)
+SPARSE_PRODUCTS = (
+    f"m16n8k128.row.col.s32.s4.s4.s32 {FOUR}, {FOUR}, {FOUR}, {FOUR}, %r9, 0",
+    f"kind::f8f6f4.m16n8k64.row.col.f32.e2m1.e3m2.f32 {FOUR}, {FOUR}, {FOUR}, {FOUR}, %r9, 0",
+    "kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k128.row.col.f32.e2m1.e2m1.f32.ue4m3"
+    f" {FOUR}, {FOUR}, {FOUR}, {FOUR}, %r9, 0, %r1, {{0, 0}}, %r2, {{0, 1}}",
+)
+
+# What the families do not have: products of registers, im2col, calls, recursion, variables, tables,
+# the driver's functions.
 FURTHER = [
+    entry(
+        "".join(f"mov.u32 %r{i}, {0x4E4E4E4E ^ i};" for i in range(12))
+        + "".join(f"mma.sync.aligned.{form};" for form in PRODUCTS)
+        + "mov.u32 %r9, 0xe4e4e4e4;"
+        + "".join(f"mma.sp::ordered_metadata.sync.aligned.{form};" for form in SPARSE_PRODUCTS)
+        + "mov.b16 %h0, 300; cvt.rn.scaled::n2::ue8m0.bf16x2.e4m3x2 %r1, %h0, %h0;"
+        "cvt.pack.sat.s4.s32.b32 %r2, %r3, %r4, %r5;",
+        0,
+    ),
+    entry(
+        "mov.u32 %r1, s; mov.b16 %h1, 1; mbarrier.init.shared.b64 [%r1], 1;"
+        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes"
+        " [%r1+128], [%p1, {%r2, %r3, %r4}], [%r1], {%h1};"
+        "cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group"
+        " [%p1, {%r2, %r3, %r4, %r5}], [%r1+128];",
+        2,
+        module=".shared .align 1024 .b8 s[4096];\n",
+    ),
     entry(
         "{ .param .b32 a; .param .b32 r; mov.u32 %r1, 5; st.param.b32 [a], %r1;"
         " call (r), f, (a); ld.param.b32 %r2, [r]; st.global.u32 [%p0], %r2; }",

@@ -127,7 +127,7 @@ class RelayShape(ExchangeSizes):
         weights += 4 * self.num_topk * (self.num_max_tokens_per_rank + 1)
         # A router's output that says nothing, twice, for what quantizes.
         unrouted = 2 * (8 + 4) * self.num_topk * self.num_max_tokens_per_rank
-        id_table = 8 * (self.num_experts + 1)
+        id_table = 8 * (self.num_experts + 2)
         return {
             "tokens between domains": rows * self.row.num_bytes + weights + unrouted + id_table,
             "listed tokens": self.num_listed_tokens * listed,

@@ -305,6 +305,12 @@ class TwoLevelShape(ExchangeSizes):
         call goes to its shared experts, and foreign ones must not."""
         return self.num_shared_experts > 0
 
+    @property
+    def stages_own(self) -> bool:
+        """Whether own tokens wait in memory of their own for the calls that take them: with several
+        calls. Otherwise they are quantized into the domain's buffer."""
+        return self.num_chunks > 1 or self.is_own_apart
+
     @cached_property
     def domain_shape(self) -> MoEShape:
         """Of the calls inside a domain that foreign tokens take part in."""
@@ -343,9 +349,11 @@ class TwoLevelShape(ExchangeSizes):
         """
         shapes = [self.domain_shape, *([self.own_shape] if self.own_shape is not None else [])]
         row, tokens = self.row, self.num_max_tokens_per_rank
-        # Ids of 8 bytes there, and once more as the domain's own.
-        staged = row.weights.stop + (4 + 8) * self.num_topk
-        id_table = 8 * (self.num_experts + 1)
+        # Ids of 8 bytes, and once more as the domain's own.
+        staged = 8 * self.num_topk
+        if self.stages_own:
+            staged = row.weights.stop + (4 + 8) * self.num_topk
+        id_table = 8 * (self.num_experts + 2)
         rows = self.num_chunks * (self.num_chunk_foreign + self.num_chunk_sent) + tokens + 1
         return {
             "symmetric buffers": sum(symm_buffer_layout(shape).num_bytes for shape in shapes),

@@ -20,6 +20,8 @@ from .domain_routes import (
     Routes,
     add_in_domain_order,
     domains_of,
+    ids_in_domain,
+    known_ids,
     others,
     partial_rows,
     route_chunks,
@@ -167,8 +169,7 @@ class DomainRelay:
     ) -> None:
         self._list_values(x, x_sf)
         self._list_weights(call, topk_weights)
-        ids = topk_idx.long()
-        ids = ids.where((ids >= 0) & (ids < self.shape.num_experts), -1)
+        ids = known_ids(topk_idx.long(), self.shape.num_experts)
         own = slice(call.num_tokens)
         torch.take(self._id_in_domain, ids, out=call.topk_idx[own])
         self._field(self._rows[own], self.shape.row.ids, torch.int32).copy_(ids)
@@ -199,7 +200,8 @@ class DomainRelay:
             return lambda: None
         row, own = shape.row, slice(call.num_tokens)
         rows = self._rows[own]
-        self._field(rows, row.values, self.x.dtype).copy_(self.x[own])
+        # Words of 8 bytes: single ones that do not lie one behind the other take longer to copy.
+        self._field(rows, row.values, torch.int64).copy_(self.x[own].view(torch.int64))
         if self.x_sf.numel():
             self._field(rows, row.scales, self.x_sf.dtype).copy_(self.x_sf[own])
         torch.index_select(self._rows, 0, call.routes.token_of_row.flatten(), out=self._sent)
@@ -208,7 +210,8 @@ class DomainRelay:
         def list_foreign() -> None:
             arrive()
             behind, received = slice(shape.num_chunk_tokens, None), self._received
-            self.x[behind].copy_(self._field(received, row.values, self.x.dtype))
+            values = self._field(received, row.values, torch.int64)
+            self.x[behind].view(torch.int64).copy_(values)
             if self.x_sf.numel():
                 self.x_sf[behind].copy_(self._field(received, row.scales, self.x_sf.dtype))
             self.weights_of(call)[behind].copy_(self._field(received, row.weights, torch.float32))
@@ -333,12 +336,9 @@ class DomainRelay:
         size = (NUM_HALVES, shape.num_partial_rows, shape.hidden)
         self._partials = zeros(size, ROW_DTYPES[shape.dtype])
         self._unrouted = unrouted(max_tokens, num_topk, self.device)
-        # The domain's own number of each expert, -1 for others'. The last is that of the id -1,
-        # which `torch.take` counts from the end.
-        number = shape.num_experts_per_domain
-        self._id_in_domain = zeros((shape.num_experts + 1,), torch.int64).fill_(-1)
-        first = self.place.domain * number
-        self._id_in_domain[first : first + number].copy_(torch.arange(number))
+        self._id_in_domain = ids_in_domain(
+            shape.num_experts, shape.num_domains, self.place.domain, self.device
+        )
         self._worst = zeros((), torch.int64)
 
     @staticmethod

@@ -4,7 +4,9 @@ the device; nothing here waits for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 
@@ -30,6 +32,27 @@ class Routes:
     counts: torch.Tensor
     token_of_row: torch.Tensor
     row_of_token: torch.Tensor
+
+
+def known_ids(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Ids as they travel, in which `ids_in_domain` has them: those that name no expert are -1 or
+    num_experts, whichever is next, since one kernel can see to that."""
+    return topk_idx.clamp(-1, num_experts)
+
+
+def ids_in_domain(
+    num_experts: int, num_domains: int, domain: int, device: torch.device
+) -> torch.Tensor:
+    """A domain's own number of each expert, -1 for others' and for what `known_ids` has for no
+    expert: int64 [num_experts + 2], whose last one `torch.take` has for -1.
+
+    >>> ids_in_domain(4, 2, 1, torch.device("cpu")).tolist()
+    [-1, -1, 0, 1, -1, -1]
+    """
+    number = num_experts // num_domains
+    table = torch.full((num_experts + 2,), -1, dtype=torch.int64, device=device)
+    table[domain * number : (domain + 1) * number] = torch.arange(number, device=device)
+    return table
 
 
 def domains_of(topk_idx: torch.Tensor, shape: ExchangeSizes) -> torch.Tensor:
@@ -129,7 +152,18 @@ def add_in_domain_order(
 ) -> torch.Tensor:
     """out: bfloat16 [tokens, hidden], the sums in float32 of the partial sums [rows, hidden] that
     `rows` [tokens, sums] names, one after the other, rounded once."""
-    total = partials.index_select(0, rows[:, 0]).float()
-    for column in range(1, rows.shape[1]):
-        total += partials.index_select(0, rows[:, column])
+    columns = rows.unbind(dim=1)
+    return sum_rounded_once((partials.index_select(0, column) for column in columns), out)
+
+
+def sum_rounded_once(terms: Iterable[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+    """out: the terms, of its type and shape, added in float32 one after the other, and rounded."""
+    first, *rest = islice(terms := iter(terms), 2)
+    following = next(terms, None)
+    if following is None:
+        # Of two terms PyTorch's sum is that, in one kernel.
+        return torch.add(first, *rest, out=out) if rest else out.copy_(first)
+    total = first.float()
+    for term in chain(rest, (following,), terms):
+        total += term
     return out.copy_(total)

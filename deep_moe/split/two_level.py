@@ -70,9 +70,12 @@ from .domain_routes import (
     add_in_domain_order,
     chunk_bounds,
     domains_of,
+    ids_in_domain,
+    known_ids,
     others,
     partial_rows,
     route_chunks,
+    sum_rounded_once,
 )
 from .domain_transport import DomainTransport, check_sms_beside, check_transport_sms
 from .foreign_tokens import raise_overflow, worst_of
@@ -109,7 +112,8 @@ class _Room(NamedTuple):
 
 class _Staged(NamedTuple):
     """Tokens as the kernel takes them, [most tokens, ...]; but topk_idx are of all domains, and
-    int32 in rows that have travelled."""
+    int32 in rows that have travelled. x of those are words of 8 bytes, since single bytes that do
+    not lie one behind the other take four times as long to copy."""
 
     x: torch.Tensor
     x_sf: torch.Tensor
@@ -488,16 +492,22 @@ class TwoLevelMoE:
         def zeros(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
 
-        dtype = shape.tokens.dtype
-        num_words = (row.scales.stop - row.scales.start) // 4
-        self._staged = _Staged(
-            zeros((num_tokens, shape.hidden), torch.uint8 if dtype.itemsize == 1 else dtype).view(
-                dtype
-            ),
-            zeros((num_tokens, num_words), torch.int32),
-            zeros((num_tokens, num_topk), torch.int64),
-            zeros((num_tokens, num_topk), torch.float32),
-        )
+        ids = zeros((num_tokens, num_topk), torch.int64)
+        if shape.stages_own:
+            dtype = shape.tokens.dtype
+            num_words = (row.scales.stop - row.scales.start) // 4
+            as_bytes = torch.uint8 if dtype.itemsize == 1 else dtype
+            self._staged = _Staged(
+                zeros((num_tokens, shape.hidden), as_bytes).view(dtype),
+                zeros((num_tokens, num_words), torch.int32),
+                ids,
+                zeros((num_tokens, num_topk), torch.float32),
+            )
+            self._own_ids = torch.zeros_like(ids)
+        else:
+            buffer, own = self._buffer, slice(num_tokens)
+            self._staged = _Staged(buffer.x[own], buffer.x_sf[own], ids, buffer.topk_weights[own])
+            self._own_ids = buffer.topk_idx[own]
         # The last row is nobody's: what is sent where there is no token.
         self._rows = zeros((num_tokens + 1, row.num_bytes), torch.uint8)
         self._field(self._rows, row.ids, torch.int32)[-1] = -1
@@ -507,13 +517,9 @@ class TwoLevelMoE:
         )
         self._rooms: BoundedCache[int, _Room] = BoundedCache(_MAX_ROOMS)
         self._partials = zeros((shape.num_partial_rows, shape.hidden), torch.bfloat16)
-        # The domain's own number of each expert, -1 for others'. The last is that of the id -1,
-        # which `torch.take` counts from the end.
-        number = shape.num_experts_per_domain
-        self._id_in_domain = zeros((shape.num_experts + 1,), torch.int64).fill_(-1)
-        own_experts = self._id_in_domain[self.domain * number : (self.domain + 1) * number]
-        own_experts.copy_(torch.arange(number))
-        self._own_ids = zeros((num_tokens, num_topk), torch.int64)
+        self._id_in_domain = ids_in_domain(
+            shape.num_experts, shape.num_domains, self.domain, self.device
+        )
         # The largest number of tokens for which there was no room so far, and where; 0 for none.
         self._worst = zeros((), torch.int64)
 
@@ -532,7 +538,7 @@ class TwoLevelMoE:
         if room is not None:
             return room
         sizes = CallSizes(shape, most)
-        row, dtype = shape.row, shape.tokens.dtype
+        row = shape.row
 
         def of_chunks(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
             size = (shape.num_chunks, num_rows, row.num_bytes)
@@ -541,7 +547,7 @@ class TwoLevelMoE:
         received = of_chunks(self._received, sizes.num_chunk_foreign)
         fields = [
             _Staged(
-                self._field(rows, row.values, dtype),
+                self._field(rows, row.values, torch.int64),
                 self._field(rows, row.scales, torch.int32),
                 self._field(rows, row.ids, torch.int32),
                 self._field(rows, row.weights, torch.float32),
@@ -636,16 +642,18 @@ class TwoLevelMoE:
         rows: torch.Tensor,
         arch: str | None,
     ) -> None:
-        """Own tokens, quantized, as the kernel takes them, and as rows that travel."""
+        """Own tokens, quantized, as the kernel takes them, and as rows that travel.
+
+        In the buffer's memory, where there is one call: kernels of this rank's earlier calls are
+        over by then, and with them what other ranks read of it."""
         staged, row, num_tokens = self._staged, self.shape.row, x.shape[0]
         prepare_rows(x, topk_idx, topk_weights, staged, arch)
         own = slice(num_tokens)
-        ids = staged.topk_idx[own]
-        ids = ids.where((ids >= 0) & (ids < self.shape.num_experts), -1)
+        ids = known_ids(staged.topk_idx[own], self.shape.num_experts)
         torch.take(self._id_in_domain, ids, out=self._own_ids[own])
         if not self.shape.num_other_domains:
             return
-        self._field(rows, row.values, staged.x.dtype).copy_(staged.x[own])
+        self._field(rows, row.values, torch.int64).copy_(staged.x[own].view(torch.int64))
         self._field(rows, row.scales, torch.int32).copy_(staged.x_sf[own])
         self._field(rows, row.ids, torch.int32).copy_(ids)
         self._field(rows, row.weights, torch.float32).copy_(staged.topk_weights[own])
@@ -729,8 +737,11 @@ class TwoLevelMoE:
         return self._transport.exchange(received, sent, exchange.received, exchange.sent)
 
     def _fill_own(self, buffer: SymmBuffer, begin: int, end: int) -> int:
-        """Own tokens into the first rows of the domain's buffer. How many."""
+        """Own tokens into the first rows of the domain's buffer, unless they are there. How
+        many."""
         staged, rows, own = self._staged, slice(end - begin), slice(begin, end)
+        if not self.shape.stages_own:
+            return end - begin
         buffer.x[rows].copy_(staged.x[own])
         buffer.x_sf[rows].copy_(staged.x_sf[own])
         buffer.topk_idx[rows].copy_(self._own_ids[own])
@@ -749,7 +760,7 @@ class TwoLevelMoE:
         if num_foreign:
             rows, received = slice(begin, begin + num_foreign), room.received_fields[chunk]
             ids = received.topk_idx[:num_foreign].long()
-            buffer.x[rows].copy_(received.x[:num_foreign])
+            buffer.x[rows].view(torch.int64).copy_(received.x[:num_foreign])
             buffer.x_sf[rows].copy_(received.x_sf[:num_foreign])
             torch.take(self._id_in_domain, ids, out=buffer.topk_idx[rows])
             buffer.topk_weights[rows].copy_(received.topk_weights[:num_foreign])
@@ -815,10 +826,7 @@ class TwoLevelMoE:
         places = [back + other * sizes.num_pair_rows for other in range(sizes.num_other_domains)]
         places.insert(self.domain, own)
         sums = [self._partials[place : place + number] for place in places]
-        total = sums[0].float()
-        for of_domain in sums[1:]:
-            total += of_domain
-        out[begin:end].copy_(total)
+        sum_rounded_once(sums, out[begin:end])
 
     # Too many foreign tokens.
 

@@ -99,7 +99,9 @@ def test_an_exact_layer_agrees_bit_for_bit(run_ranks, arguments, shared) -> None
         held = [moe._sent, moe._received, moe._rows, *moe._staged]
         held += [moe._own_ids, moe._id_in_domain]
         between = moe.shape.buffer_bytes["tokens between domains"]
-        assert sum(tensor.nbytes for tensor in held) == between
+        in_buffer = moe._buffer.x.untyped_storage().data_ptr()
+        own = [tensor for tensor in held if tensor.untyped_storage().data_ptr() != in_buffer]
+        assert sum(tensor.nbytes for tensor in own) == between
         for call in range(2):  # the second one finds what the first has left
             more = {"num_unused_slots": call}
             x, tokens = tokens_of(shape, True, rank, **more)
@@ -224,7 +226,7 @@ def test_a_call_has_as_many_small_kernels_as_its_cost_says(run_ranks) -> None:
         return numbers
 
     # docs/two-level.md: with one chunk and two domains rows are written where they are sent from.
-    assert run_ranks(2, work)[0] == pytest.approx([24, 11 + 14 * 3], rel=0.05)
+    assert run_ranks(2, work)[0] == pytest.approx([15, 6 + 12 * 3], rel=0.05)
 
 
 @pytest.mark.parametrize(

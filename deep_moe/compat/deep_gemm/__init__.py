@@ -21,8 +21,9 @@
 
 It runs where DeepGEMM's does not as well: on H100 and H200, and on a CPU in the emulator, with a
 gloo group or None. Beside it are the grouped products of FP8 with scales per 128 and per 128 x 128,
-on Hopper and in the emulator, and no other GEMM. Other kinds of weights are refused in words. So
-are shared experts: deep_moe's own call computes those.
+on Hopper and in the emulator, those of BF16 and of FP8 with FP4 by PyTorch, and no other GEMM.
+Other kinds of weights are refused in words. So are shared experts: deep_moe's own call computes
+those.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ from .grouped import (
     get_mk_alignment_for_contiguous_layout,
     m_grouped_fp8_gemm_nt_contiguous,
     m_grouped_fp8_gemm_nt_masked,
+)
+from .grouped_bf16 import (
+    m_grouped_bf16_gemm_nt_contiguous,
+    m_grouped_bf16_gemm_nt_masked,
+    m_grouped_fp8_fp4_gemm_nt_contiguous,
+    m_grouped_fp8_fp4_gemm_nt_masked,
 )
 from .hopper import (
     get_symm_buffer_for_sm90_mega_moe,
@@ -69,6 +76,10 @@ __all__ = [
     "get_symm_buffer_for_mega_moe",
     "get_symm_buffer_for_sm90_mega_moe",
     "get_token_alignment_for_mega_moe",
+    "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nt_masked",
+    "m_grouped_fp8_fp4_gemm_nt_contiguous",
+    "m_grouped_fp8_fp4_gemm_nt_masked",
     "m_grouped_fp8_gemm_nt_contiguous",
     "m_grouped_fp8_gemm_nt_masked",
     "mega_moe_pre_dispatch",

@@ -62,23 +62,13 @@ def m_grouped_fp8_gemm_nt_contiguous(
             names it.
     """
     values, scales, weight, weight_sf = _operands(a, b, recipe)
-    require_type("grouped_layout", grouped_layout, torch.Tensor, "a tensor")
-    require_type("use_psum_layout", use_psum_layout, bool, "a bool")
     if values.ndim != 2:
         raise ValueError(f"a[0] must be [M, K]; got shape {tuple(values.shape)}")
     if weight.ndim != 3:
         raise ValueError(f"b[0] must be [groups, N, K]; got shape {tuple(weight.shape)}")
-    wanted = weight.shape[0] if use_psum_layout else values.shape[0]
-    if grouped_layout.dtype != torch.int32:
-        raise TypeError(f"grouped_layout must be torch.int32; got {grouped_layout.dtype}")
-    if tuple(grouped_layout.shape) != (wanted,):
-        raise ValueError(
-            f"grouped_layout must have shape ({wanted},); got {tuple(grouped_layout.shape)}"
-        )
-    if use_psum_layout:
-        begins, counts = _spans_of_ends(grouped_layout)
-    else:
-        begins, counts = _spans_of_ids(grouped_layout, weight.shape[0])
+    begins, counts = spans_of_layout(
+        grouped_layout, values.shape[0], weight.shape[0], use_psum_layout
+    )
     grouped_product(values, scales, weight, weight_sf, counts, begins, out=d)
 
 
@@ -122,12 +112,34 @@ def _operands(
             f"recipe must be None or {_RECIPE}, scales for 128 values of a row and for 128 x 128 "
             f"of a matrix; got {recipe!r}"
         )
-    for name, pair in (("a", a), ("b", b)):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"{name} must be a pair of values and scales; got {pair!r}")
-        for index, tensor in enumerate(pair):
-            require_type(f"{name}[{index}]", tensor, torch.Tensor, "a tensor")
-    return a[0], a[1], b[0], b[1]
+    return *checked_pair("a", a), *checked_pair("b", b)
+
+
+def checked_pair(name: str, pair: object) -> Pair:
+    """Values and scales, which are tensors."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{name} must be a pair of values and scales; got {pair!r}")
+    for index, tensor in enumerate(pair):
+        require_type(f"{name}[{index}]", tensor, torch.Tensor, "a tensor")
+    return pair[0], pair[1]
+
+
+def spans_of_layout(
+    grouped_layout: torch.Tensor, num_rows: int, num_groups: int, use_psum_layout: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each group's first row and number of rows, int32, of what callers say of contiguous rows."""
+    require_type("grouped_layout", grouped_layout, torch.Tensor, "a tensor")
+    require_type("use_psum_layout", use_psum_layout, bool, "a bool")
+    wanted = num_groups if use_psum_layout else num_rows
+    if grouped_layout.dtype != torch.int32:
+        raise TypeError(f"grouped_layout must be torch.int32; got {grouped_layout.dtype}")
+    if tuple(grouped_layout.shape) != (wanted,):
+        raise ValueError(
+            f"grouped_layout must have shape ({wanted},); got {tuple(grouped_layout.shape)}"
+        )
+    if use_psum_layout:
+        return _spans_of_ends(grouped_layout)
+    return _spans_of_ids(grouped_layout, num_groups)
 
 
 def _spans_of_ends(ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from deep_moe.split.handle import DispatchHandle
     from deep_moe.split.low_latency import LowLatencyAllToAll
+    from deep_moe.tokens import TokenFormatName
 
     from ..served_experts import ServedExperts
     from ..shared_steps import Steps
@@ -44,6 +45,45 @@ def make_step_kernel(
         moe, served, steps.experts, shape.num_max_tokens_per_rank, shape.num_ranks, num_sharers
     )
     return mk.FusedMoEKernel(LowLatencyPrepareAndFinalize(steps.all_to_all), experts)
+
+
+def format_of_experts(quant_config: FusedMoEQuantConfig, *, is_deferred: bool) -> TokenFormatName:
+    """Of the tokens that vLLM's experts take. is_deferred: they quantize for themselves."""
+    asked = None if is_deferred else quant_config.quant_dtype
+    if asked is None:
+        return "bf16"
+    if asked == torch.float8_e4m3fn and quant_config.block_shape == [_BLOCK, _BLOCK]:
+        return "fp8_128"
+    raise ValueError(
+        "experts must take tokens in BF16, or in FP8 with a scale per 128 values; got "
+        f"quant_dtype {asked} with block_shape {quant_config.block_shape}"
+    )
+
+
+def check_token_format(own: TokenFormatName, expected: str) -> None:
+    """That of the all-to-all is the one that the experts take."""
+    if own != expected:
+        raise ValueError(
+            f"the all-to-all must be made with token_format={expected!r} for these experts; "
+            f"got one with {own!r}"
+        )
+
+
+def check_num_experts(num_experts: int, expected: int) -> None:
+    if num_experts != expected:
+        raise ValueError(
+            f"num_experts must be {expected}, those of the all-to-all; got {num_experts}"
+        )
+
+
+def weighted_input(a1: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """Tokens that have their routing weights before they are sent: of one expert each."""
+    if topk_weights.shape[1] != 1:
+        raise ValueError(
+            "apply_router_weight_on_input must be False for tokens of several experts: one "
+            f"row goes to all of them; got True with {topk_weights.shape[1]}"
+        )
+    return a1 * topk_weights.to(a1.dtype)
 
 
 class _Receive:
@@ -143,19 +183,9 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         experts' map plays no part: tokens go to ranks by the ids of all experts."""
         if dbo_enabled():
             raise NotImplementedError("two batches overlap, and would take one handle")
-        shape = self.layer.shape
-        if num_experts != shape.num_experts:
-            raise ValueError(
-                f"num_experts must be {shape.num_experts}, those of the all-to-all; "
-                f"got {num_experts}"
-            )
+        check_num_experts(num_experts, self.layer.shape.num_experts)
         if apply_router_weight_on_input:
-            if topk_ids.shape[1] != 1:
-                raise ValueError(
-                    "apply_router_weight_on_input must be False for tokens of several experts: one "
-                    f"row goes to all of them; got True with {topk_ids.shape[1]}"
-                )
-            a1 = a1 * topk_weights.to(a1.dtype)
+            a1 = weighted_input(a1, topk_weights)
         self._check_format(quant_config, is_deferred=defer_input_quant)
         x, ids = a1.contiguous(), topk_ids.contiguous()
         result = self.layer.dispatch(x, ids, receive=False)
@@ -168,24 +198,8 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
 
     def _check_format(self, quant_config: FusedMoEQuantConfig, *, is_deferred: bool) -> None:
         """That of the all-to-all is the one that the experts take."""
-        own = self.layer.shape.token_format
-        asked = None if is_deferred else quant_config.quant_dtype
-        if self._own_format is not None:
-            expected = self._own_format
-        elif asked is None:
-            expected = "bf16"
-        elif asked == torch.float8_e4m3fn and quant_config.block_shape == [_BLOCK, _BLOCK]:
-            expected = "fp8_128"
-        else:
-            raise ValueError(
-                "experts must take tokens in BF16, or in FP8 with a scale per 128 values; got "
-                f"quant_dtype {asked} with block_shape {quant_config.block_shape}"
-            )
-        if own != expected:
-            raise ValueError(
-                f"the all-to-all must be made with token_format={expected!r} for these experts; "
-                f"got one with {own!r}"
-            )
+        expected = self._own_format or format_of_experts(quant_config, is_deferred=is_deferred)
+        check_token_format(self.layer.shape.token_format, expected)
 
     def finalize(
         self,

@@ -152,7 +152,9 @@ class EngineForm:
                 whole = whole.t()
             if key == "scale" and self.scale_dtype is not None:
                 whole = _narrowed(labels[key], whole, self.scale_dtype)
-            place = num_matrices - 1 - index if self.is_up_first and whole.dim() > 1 else index
+            # Not of scales of matrices, which engines keep in the order gate, up.
+            has_rows = whole.dim() > 0 and whole.shape[0] > num_matrices
+            place = num_matrices - 1 - index if self.is_up_first and has_rows else index
             if num_matrices > 1 and self.is_interleaved:
                 own[key] = whole[place::num_matrices]
             else:

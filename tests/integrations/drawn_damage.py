@@ -134,7 +134,15 @@ def no_number(own: Damaged) -> Words:
         tensor = own.tensor(name)
         if own.is_scale(name) and tensor.dtype == torch.float32:
             changed = tensor.clone()
-            wrong = own.drawn.choice([torch.nan, torch.inf, -torch.inf, -1.0])
+            # Those of integers' groups may have any sign.
+            is_float = any(
+                own.tensor(other).dtype.itemsize == 1 and own.tensor(other).is_floating_point()
+                for other in own.names
+            )
+            is_signed = tensor.dim() == 3 and not is_float
+            wrong = own.drawn.choice(
+                [torch.nan, torch.inf, -torch.inf, torch.nan if is_signed else -1.0]
+            )
             changed.view(-1)[own.drawn.randrange(changed.numel())] = wrong
             own.set(name, changed)
             break

@@ -114,6 +114,22 @@ def test_weights_mean_what_the_checkpoint_says(name: str, order: str) -> None:
     torch.testing.assert_close(found, values, rtol=rtol, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_scales_of_matrices_stand_in_the_order_of_gate_and_up(shape: tuple[int, ...]) -> None:
+    form, tensors, values = form_and_tensors("NVFP4", ORDERS["up first"])
+    tensors[2] = tensors[2].reshape(1, *shape)
+    made = form.weights_of("w13", tensors, 2)
+    found = weight_format(form.weights).dequantize(tuple(tensor[0] for tensor in made), 2)
+    torch.testing.assert_close(found, values, rtol=1e-6, atol=0)
+
+
+def test_scales_of_rows_in_one_dimension_come_with_their_rows() -> None:
+    form, (weight, scale), values = form_and_tensors("FP8, rows", ORDERS["up first"])
+    made = form.weights_of("w13", [weight, scale.squeeze(2)], 2)
+    found = weight_format(form.weights).dequantize(tuple(tensor[0] for tensor in made), 2)
+    torch.testing.assert_close(found, values, rtol=1e-6, atol=0)
+
+
 def test_scales_are_narrowed_to_the_type_of_checkpoints() -> None:
     form, (weight, scale), values = form_and_tensors("INT4, 128", {})
     form = of_format("int4", _PACKED, scale_dtype=torch.bfloat16)

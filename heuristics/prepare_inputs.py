@@ -40,7 +40,7 @@ class PrepareInputsConfig:
     num_buffer_row_chunks, num_buffer_row_scales: from one of its rows to the next.
     num_token_chunks: of 8 values in a token, where one scale is for all of them: each CTA has one;
     0 where scales are for fewer. packs_e2m1: tokens become E2M1, with an E4M3 scale for 16 values
-    beside that one; has_token_scale: which the caller gives, the same for all tokens.
+    beside that one. has_token_scale: the caller gives that scale, the same for all tokens.
     num_router_experts: of the logits that stand in place of a router's output, 0 for none; the
     fields behind it say what `Router` does, and which types there are.
 

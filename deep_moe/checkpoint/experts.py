@@ -246,10 +246,11 @@ def load_token_scale(
     naming: NamingName | ExpertNaming | StackedNaming | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor | None:
-    """The static scale that a checkpoint of NVFP4 weights has for a layer's tokens, for
-    `prepare_inputs` and its `token_scale`: float32 [1], by which the values of quantized tokens are
-    multiplied. It is the largest of all experts', of gate and of up, because a token is quantized
-    before it is known who gets it. None, if the checkpoint has none, or weights of another format.
+    """The static scale that a checkpoint of NVFP4 weights, or of FP8 weights with a scale for each
+    row or matrix, has for a layer's tokens, for `prepare_inputs` and its `token_scale`: float32
+    [1], by which the values of quantized tokens are multiplied. It is the largest of all experts',
+    of gate and of up, because a token is quantized before it is known who gets it. None, if the
+    checkpoint has none, or weights of another format.
 
     Linear1's output does not get such a scale: see docs/numerics.md.
 

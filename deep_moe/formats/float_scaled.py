@@ -24,10 +24,12 @@ def quantize_e4m3_float(
     powers_of_two: bool = False,
     whole_tokens: bool = False,
     group_size: int = GROUP_SIZE,
+    token_scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize `x` [..., K], K a multiple of 128, to (float8_e4m3fn [..., K], float32
     [..., K/128]). powers_of_two: whether the scales have to be such. whole_tokens: one scale for
-    all K values, float32 [..., 1]. group_size: values per scale, a divisor of K.
+    all K values, float32 [..., 1]. group_size: values per scale, a divisor of K. token_scale: that
+    of all tokens, in place of those that follow from their values; larger values become 448 of it.
 
     >>> values, scales = quantize_e4m3_float(torch.full((128,), 3.5))
     >>> values[0].item(), scales.item()
@@ -46,11 +48,17 @@ def quantize_e4m3_float(
         exact = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
         scales = exact.float().where(finite, 1.0)
         factor = 1 / scales
+    elif token_scale is not None:
+        scales = torch.full_like(amax, token_scale)
+        factor = 1 / scales
+        scales = scales.where(finite, 1.0)
     else:
         scales = (amax * (1 / E4M3_MAX)).where(finite, 1.0)
         # Not a number divided by a tensor, which is a product with the rounded inverse.
         factor = torch.full_like(amax, E4M3_MAX) / amax
     scaled = groups * factor.unsqueeze(-1)
+    if token_scale is not None:
+        scaled = scaled.clamp(-E4M3_MAX, E4M3_MAX)
     values = scaled.where(finite.unsqueeze(-1), 0.0).to(torch.float8_e4m3fn).view(torch.uint8)
     values = values.where(finite.unsqueeze(-1), E4M3_NAN)
     return values.view(torch.float8_e4m3fn).reshape(x.shape), scales

@@ -97,9 +97,10 @@ def prepare_inputs(
             nowhere, becomes 2^63 - 1, which the call refuses.
         expert_load: int32 [num_experts]; each place's entry grows by the slots that were sent
             there.
-        token_scale: with "nvfp4", float32, one number: the scale of all tokens, as checkpoints have
-            it ("input_scale"), in place of each token's own. It has to be positive and finite,
-            which nobody looks at.
+        token_scale: with "nvfp4" and "fp8_token", float32, one number: the scale of all tokens, as
+            checkpoints have it ("input_scale"), in place of each token's own. Values that are too
+            large for it become the largest that there is. It has to be positive and finite, which
+            nobody looks at.
         arch: a target's name; by default that of the buffer's GPU, sm_100a on a CPU, where the
             kernel runs in the emulator.
 
@@ -316,7 +317,7 @@ def _prepare_inputs(
     if plan is None:
         check_inputs(x, topk_idx, topk_weights, input_x, input_topk_idx)
         check_routing(token_mask, expert_map, expert_load, x.shape[0], input_x.device)
-        check_token_scale(token_scale, input_x)
+        check_token_scale(token_scale, input_x, input_x_sf)
         config = _config(
             topk_idx.dtype,
             topk_weights.dtype,
@@ -482,7 +483,7 @@ def _route_and_prepare_inputs(
             if token_mask is not None:
                 raise ValueError("padding_mask must be None beside a token_mask; got a tensor")
             check_mask("padding_mask", padding_mask, x.shape[0], input_x.device)
-        check_token_scale(token_scale, input_x)
+        check_token_scale(token_scale, input_x, input_x_sf)
         config = _config(
             torch.int64,
             torch.float32,
@@ -637,14 +638,16 @@ def check_mask(name: str, mask: torch.Tensor, num_tokens: int, device: torch.dev
     check_contiguous(name, mask)
 
 
-def check_token_scale(token_scale: torch.Tensor | None, input_x: torch.Tensor) -> None:
+def check_token_scale(
+    token_scale: torch.Tensor | None, input_x: torch.Tensor, input_x_sf: torch.Tensor
+) -> None:
     """Raise if it is there and its form or the buffer's tokens do not allow it."""
     if token_scale is None:
         return
-    if _values_per_element(input_x) == 1:
+    if not row_fields(input_x, input_x_sf).get("num_token_chunks"):
         raise ValueError(
-            "token_scale must be None for a buffer whose tokens have no E4M3 scales beside one of "
-            "their own; got a tensor"
+            "token_scale must be None for a buffer whose tokens have no float32 scale of their "
+            "own; got a tensor"
         )
     allowed = () if token_scale.ndim == 0 else (1,)
     check_tensor("token_scale", token_scale, torch.float32, allowed, input_x.device)

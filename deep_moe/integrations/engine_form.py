@@ -43,7 +43,9 @@ class EngineForm:
     """stored: what the tensors of a matrix are. suffixes: of the parameters' names behind "w13" and
     "w2", by the keys of `stored`. token_format: of tokens that must go with them, None for what the
     format says. rows_of_scale: that share scales, so that gate must have a multiple of them.
-    is_interleaved: rows of gate and up alternate. has_biases: in "w13_bias" and "w2_bias"."""
+    is_interleaved: rows of gate and up alternate. has_biases: in "w13_bias" and "w2_bias".
+    token_suffix: behind "w13", of the scales of tokens that checkpoints may have; None if no kernel
+    takes any."""
 
     stored: type[StoredForm]
     suffixes: Suffixes
@@ -54,6 +56,7 @@ class EngineForm:
     is_transposed: bool = False
     scale_dtype: torch.dtype | None = None
     has_biases: bool = False
+    token_suffix: str | None = None
 
     @property
     def weights(self) -> WeightsName:
@@ -80,6 +83,31 @@ class EngineForm:
         `ServedExperts.tensors`: values and scales of both layers, then biases."""
         of_layers = tuple(name for layer in LAYERS for name in self.tensors_of(layer)[:2])
         return (*of_layers, *self.biases)
+
+    @property
+    def token_scales(self) -> str | None:
+        """Name of the parameter that holds a checkpoint's scales of tokens."""
+        return None if self.token_suffix is None else LAYERS[0] + self.token_suffix
+
+    def token_scale_of(self, module: torch.nn.Module) -> torch.Tensor:
+        """That of all tokens which come to a layer: the largest in its `token_scales`, float32 [1]
+        on a CPU, by which values of quantized tokens are multiplied. A token is quantized before it
+        is known who gets it.
+
+        Raises UnsupportedError for what is no positive number.
+        """
+        assert self.token_scales is not None
+        (scales,) = own_tensors(module, [self.token_scales]).values()
+        if scales.dtype != torch.float32:
+            raise UnsupportedError(f"{self.token_scales} must be torch.float32; got {scales.dtype}")
+        try:
+            factors = [
+                self.stored.token_factor(self.token_scales, scale)
+                for scale in scales.cpu().flatten().unsqueeze(1)
+            ]
+        except CheckpointError as error:
+            raise UnsupportedError(str(error)) from None
+        return torch.cat(factors).amax(dim=0, keepdim=True)
 
     def size_of(self, weight: torch.Tensor) -> tuple[int, int]:
         """Rows and columns of one expert's values, by the tensor of all experts, which has three
@@ -225,6 +253,8 @@ def of_format(weights: str, suffixes: Suffixes, **more: Any) -> EngineForm:
     spelled = {key: suffix.replace("_", ".", 1) for key, suffix in suffixes.items()}
     for stored in folder_module(weights, "checkpoint").FORMS:
         if spelled in stored.spellings:
+            if stored.token_scale is not None:
+                more = {"token_suffix": stored.token_scale.replace(".", "_"), **more}
             return EngineForm(stored, suffixes, **more)
     raise ValueError(f"suffixes must be of a spelling of {weights}; got {spelled}")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from deep_moe.biases.per_expert import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.compat.deep_gemm.operands import packed_weights
@@ -21,6 +22,7 @@ from deep_moe.fused.input_preparation import prepare_inputs, route_and_prepare_i
 from deep_moe.fused.mega_moe import mega_moe
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.targets import TARGETS, choose_config, target_for, target_of_capability
+from deep_moe.tokens import token_format
 from deep_moe.weights import weight_format
 from deep_moe.weights.layers import (
     ExpertWeights,
@@ -39,7 +41,7 @@ from deep_moe.weights.transform import (
 from .engine_form import LAYERS, EngineForm, in_engines_words
 from .kernels_ahead import KernelsAhead
 from .shared_buffers import LayerSizes, SharedBuffers
-from .switch import ON, SM100_VARIABLE, read_sm100
+from .switch import ON, SM100_VARIABLE, read_sm100, read_static_scales
 from .unsupported import UnsupportedError
 
 if TYPE_CHECKING:
@@ -111,6 +113,11 @@ class ServedExperts:
         self.num_local_experts = sizes.num_experts // num_ranks
         self.weights: MegaMoEWeights | None = None
         self.biases: MegaMoEBiases | None = None
+        # Of all tokens, float32 [1], in place of each token's own, if that was asked for: what this
+        # rank's experts have for it, and, once ranks have met, the largest that any rank's have.
+        self.has_static_scales = False
+        self.local_token_scale: torch.Tensor | None = None
+        self.token_scale: torch.Tensor | None = None
         self._owner = object()
         self._is_mixed = False  # of old and new weights, when some that replace others failed
 
@@ -331,6 +338,7 @@ class ServedExperts:
                 topk_ids.contiguous(),
                 topk_weights.contiguous(),
                 buffer,
+                token_scale=self.token_scale,
                 arch=self.arch,
             )
         # Said always, so that the tile follows from the step's size alone: a graph is captured with
@@ -372,6 +380,7 @@ class ServedExperts:
             router,
             correction_bias=correction_bias,
             padding_mask=padding_mask,
+            token_scale=self.token_scale,
             arch=self.arch,
         )
         _routed[buffer] = self._tokens(x)
@@ -392,13 +401,34 @@ class ServedExperts:
             kernels.wait()
         return buffer
 
+    def _agree_on_token_scale(self) -> None:
+        """A meeting of all ranks. The tensor stays where it is, so that graphs see another scale.
+        Raises UnsupportedError, on all ranks, if only some of them have one."""
+        own = self.local_token_scale
+        found = torch.tensor([0.0 if own is None else own.item(), own is None, own is not None])
+        if self.group is not None:
+            of_ranks = found.to(self.device)
+            dist.all_reduce(of_ranks, dist.ReduceOp.MAX, group=self.group)
+            found = of_ranks.cpu()
+        largest, is_missing, is_there = found.tolist()
+        if is_missing and is_there:
+            raise UnsupportedError("only some ranks' experts have scales of tokens")
+        if is_missing:
+            return  # or those of the weights before stay
+        if self.token_scale is None:
+            self.token_scale = torch.empty(1, dtype=torch.float32, device=self.device)
+        self.token_scale.fill_(largest)
+
     def prepare(self) -> None:
         """Before serving, and before an engine looks how much memory is left: make the buffer, and
         begin to compile all kernels of its calls, of which the first waits for them.
 
         Raises UnsupportedError, on all ranks, if there can be no buffer: ranks whose GPUs are not
-        linked, for one. So engines call this before they give up weights of their own.
+        linked, for one; or if only some ranks have a scale of tokens. So engines call this before
+        they give up weights of their own.
         """
+        if self.has_static_scales:
+            self._agree_on_token_scale()
         try:
             buffer = self.buffer()
         except ValueError as error:
@@ -409,6 +439,8 @@ class ServedExperts:
         """Behind a replacement of weights: an engine may have slept before, and given the memory of
         PyTorch's allocator away with what it held. The work space of one rank lies there, and
         begins anew; of several ranks it lies elsewhere."""
+        if self.has_static_scales:
+            self._agree_on_token_scale()
         if self.group is None:
             self.buffer().reset()
 
@@ -416,6 +448,14 @@ class ServedExperts:
         """The buffer that all layers of these sizes share. Made at the first call of this, which is
         a meeting of all ranks."""
         return buffers.buffer(self.group, self.device, self.sizes, self.max_tokens_per_rank)
+
+
+def static_scales(form: EngineForm | None, sizes: LayerSizes) -> str | None:
+    """Name of the parameter with a checkpoint's scales of tokens, if the user asks for these and
+    tokens have one each in the kernel."""
+    if form is None or not token_format(sizes.token_format).has_one_scale:
+        return None
+    return form.token_scales if read_static_scales() else None
 
 
 def check_sizes(

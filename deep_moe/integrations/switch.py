@@ -16,8 +16,10 @@ OFF, ON = "0", "1"
 TOKENS_VARIABLE = "DEEP_MOE_TOKEN_FORMAT"
 POOL_VARIABLE = "DEEP_MOE_NUM_POOL_TOKENS"
 PATH_VARIABLE = "DEEP_MOE_VLLM_PATH"
+SCALES_VARIABLE = "DEEP_MOE_TOKEN_SCALES"
 AHEAD_VARIABLE = "DEEP_MOE_COMPILE_AHEAD"
 SM100_VARIABLE = "DEEP_MOE_SM100"
+OWN_SCALES, CHECKPOINT_SCALES = "own", "checkpoint"
 FUSED, LOW_LATENCY = "fused", "low_latency"
 
 
@@ -50,6 +52,19 @@ def read_token_format() -> str | None:
     value = os.environ.get(TOKENS_VARIABLE) or None
     check_token_format(TOKENS_VARIABLE, value)
     return value
+
+
+def read_static_scales() -> bool:
+    """Whether DEEP_MOE_TOKEN_SCALES says that tokens get the scale that a checkpoint has for them,
+    where it has one: "checkpoint"; "own", the default, gives each token its own. Raises ValueError
+    for anything else."""
+    value = os.environ.get(SCALES_VARIABLE) or OWN_SCALES
+    if value not in (OWN_SCALES, CHECKPOINT_SCALES):
+        raise ValueError(
+            f"{SCALES_VARIABLE} must be {OWN_SCALES} (the default), a scale for each token, or "
+            f"{CHECKPOINT_SCALES}, the one that a checkpoint has for all; got {value!r}"
+        )
+    return value == CHECKPOINT_SCALES
 
 
 def read_num_pool_tokens(default: int | None = DEFAULT_POOL_TOKENS) -> int | None:

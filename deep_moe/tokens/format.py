@@ -89,6 +89,11 @@ class TokenFormat:
         return self.values_per_scale > 0 or self.scales_whole_tokens
 
     @property
+    def has_one_scale(self) -> bool:
+        """Whether a float32 is for all values of a token, which `prepare_inputs` may be given."""
+        return self.scales_whole_tokens or self.has_token_scale
+
+    @property
     def has_float_scales(self) -> bool:
         """Whether scales are floats of any size."""
         return self.has_scales and not self.rounds_scales
@@ -101,7 +106,7 @@ class TokenFormat:
     @property
     def is_of_all_to_alls(self) -> bool:
         """Whether the dispatch of the split path carries such tokens."""
-        return not (self.scales_whole_tokens or self.has_token_scale)
+        return not self.has_one_scale
 
     @property
     def packs_scales(self) -> bool:

@@ -122,10 +122,12 @@ class StoredForm(ABC):
         """That a matrix must be cut by: rows that share scales, 1 where all of them do."""
         return 1
 
-    def token_factor(self, name: str, scale: torch.Tensor) -> torch.Tensor:
+    @classmethod
+    def token_factor(cls, name: str, scale: torch.Tensor) -> torch.Tensor:
         """By which tokens are multiplied that were quantized with a scale of theirs from a
         checkpoint, float32 [1], or CheckpointError. Of forms that have a `token_scale`."""
-        raise NotImplementedError(name)
+        check_positive(name, scale)
+        return one_scale(scale).float()
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -199,7 +201,7 @@ def check_bytes(name: str, scales: torch.Tensor) -> None:
 def check_positive(name: str, scales: torch.Tensor) -> None:
     """Raise if a scale is no positive number."""
     wrong = (~((scales > 0) & scales.isfinite())).nonzero()
-    if wrong.numel():
+    if len(wrong):  # of a tensor without dimensions, too
         place = wrong[0].tolist()
         where = f" in row {place[0]}" if place else ""
         raise CheckpointError(

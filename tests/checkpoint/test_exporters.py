@@ -336,6 +336,8 @@ def test_a_config_of_another(tmp_path: Path, case: str, config: str, words: str)
 STATIC = {
     "nvfp4 modelopt, static": (".input_scale", lambda scale: scale),
     "nvfp4 compressed-tensors, static": (".input_global_scale", lambda scale: 1 / scale),
+    "fp8 per matrix modelopt": (".input_scale", lambda scale: scale),
+    "fp8 per matrix quark": (".input_scale", lambda scale: scale),
 }
 
 

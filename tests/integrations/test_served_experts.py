@@ -389,6 +389,62 @@ def test_a_pool_may_be_bounded():
         ServedExperts(SIZES._replace(num_pool_tokens=385), Swiglu(), None, CPU, 512)
 
 
+WHOLE = LayerSizes(4, 2, 256, 128, "fp8", "fp8_token")
+
+
+def row_scaled(seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for shape in ((4, 256, 256), (4, 256, 128)):
+        values = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        made.append((values, torch.rand(shape[:2], generator=generator) / 16))
+    return made
+
+
+def _one_scale(device: torch.device, scales: list[list[float | None]]) -> None:
+    """scales: of each rank, for what is served and for what replaces it."""
+    rank, group = torch.distributed.get_rank(), torch.distributed.group.WORLD
+    layer = ServedExperts(WHOLE, Swiglu(), group, device, 8, "sm_90a")
+    own = slice(2 * rank, 2 * rank + 2)
+    layer.load(*(tuple(tensor[own] for tensor in pair) for pair in row_scaled(0)))
+    layer.has_static_scales = True
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    weights, before = torch.full((3, 2), 0.5), None
+    for of_ranks, meet in zip(scales, (layer.prepare, layer.renew, layer.renew), strict=False):
+        mine = of_ranks[rank]
+        layer.local_token_scale = None if mine is None else torch.tensor([mine])
+        if None in of_ranks and of_ranks != [None, None]:
+            with pytest.raises(UnsupportedError, match="only some ranks' experts have scales"):
+                meet()
+            return
+        meet()
+        if None in of_ranks:
+            assert layer.token_scale is None
+            return
+        assert layer.token_scale is not None
+        assert layer.token_scale.tolist() == [max(of_ranks)]  # type: ignore[type-var]
+        assert before in (None, layer.token_scale.data_ptr())
+        before = layer.token_scale.data_ptr()
+        y, expected = torch.empty_like(x), torch.empty_like(x)
+        layer.run(y, x, IDS, weights)
+        buffer = layer.buffer()
+        deep_moe.prepare_inputs(
+            x, IDS, weights, buffer, token_scale=layer.token_scale, arch="sm_90a"
+        )
+        deep_moe.mega_moe(
+            expected, layer.whole_weights(), buffer, activation=Swiglu(), arch="sm_90a"
+        )
+        assert torch.equal(y, expected)
+        assert y.any()
+
+
+@pytest.mark.parametrize(
+    "scales", [[[0.25, 0.5], [0.125, 0.0625]], [[None, None]], [[0.25, None]], [[None, 0.25]]]
+)
+def test_tokens_of_all_ranks_have_one_scale(scales):
+    run_on_ranks(_one_scale, 2, "cpu", scales)
+
+
 def test_a_rank_that_dies_is_named(tmp_path):
     """Not in the call before, and within the timeout, so that an engine ends its requests."""
     said = tmp_path / "said"

@@ -17,7 +17,13 @@ from deep_moe.errors import DeepMoEError
 from deep_moe.integrations import vllm as adapter
 from deep_moe.integrations.shared_buffers import LayerSizes
 from deep_moe.integrations.shared_steps import check_step_sizes
-from deep_moe.integrations.switch import Switch, read_num_pool_tokens, read_path, read_switch
+from deep_moe.integrations.switch import (
+    Switch,
+    read_num_pool_tokens,
+    read_path,
+    read_static_scales,
+    read_switch,
+)
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.integrations.vllm.support import check_steps, plan_of
 
@@ -195,6 +201,18 @@ def test_layers_run_in_one_kernel_or_in_three_steps(monkeypatch):
     monkeypatch.setenv("DEEP_MOE_VLLM_PATH", "split")
     with pytest.raises(ValueError, match=r"must be fused .* or low_latency, .* got 'split'"):
         read_path()
+
+
+def test_which_scales_tokens_get(monkeypatch):
+    monkeypatch.delenv("DEEP_MOE_TOKEN_SCALES", raising=False)
+    assert not read_static_scales()
+    for value, is_static in (("own", False), ("", False), ("checkpoint", True)):
+        monkeypatch.setenv("DEEP_MOE_TOKEN_SCALES", value)
+        assert read_static_scales() == is_static
+    monkeypatch.setenv("DEEP_MOE_TOKEN_SCALES", "static")
+    message = r"DEEP_MOE_TOKEN_SCALES must be own .*or checkpoint, .*; got 'static'"
+    with pytest.raises(ValueError, match=message):
+        read_static_scales()
 
 
 def test_what_low_latency_steps_do_not_take():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from .conftest import bits, routing
 BF16_PATTERNS = 1 << 16
 
 
-def prepared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def prepared(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     num_tokens, hidden = x.shape
     buffer = deep_moe.get_symm_buffer_for_mega_moe(
         None,
@@ -30,7 +32,7 @@ def prepared(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for view in (buffer.x, buffer.x_sf):
         view.view(torch.uint8).fill_(0x5A)
     idx, weights = routing(num_tokens, 2)
-    deep_moe.prepare_inputs(x, idx, weights, buffer, arch="sm_90a")
+    deep_moe.prepare_inputs(x, idx, weights, buffer, arch="sm_90a", **options)
     assert torch.equal(buffer.topk_idx[:num_tokens], idx)
     assert bool((bits(buffer.x[num_tokens:]) == 0x5A).all())
     assert bool((bits(buffer.x_sf[num_tokens:]) == 0x5A).all())
@@ -79,3 +81,20 @@ def test_nan_infinity_and_zeros() -> None:
     assert bool(values[1].float().isnan().all())
     assert bool(values[2].float().isnan().all())
     assert scales[1].item() == scales[2].item() == 1
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_scale_of_all_tokens(shape: tuple[int, ...]) -> None:
+    """Larger values than it allows become 448 of it. Before and behind, tokens' own scales."""
+    x = torch.randn(6, 640, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[0], x[1, 639], x[2, 5], x[3] = 0, torch.nan, -torch.inf, x[3] * 1000
+    scale = torch.full(shape, 0.0017)
+    for _ in range(2):
+        check(x)
+        values, scales = prepared(x, token_scale=scale)
+        expected = quantize_e4m3_float(x, whole_tokens=True, token_scale=0.0017)
+        for got, own in zip((values, scales), expected, strict=True):
+            assert torch.equal(bits(got), bits(own))
+    assert scales.flatten().tolist() == [scale.max().item(), 1, 1, *[scale.max().item()] * 3]
+    assert values[3].float().abs().max() == 448
+    assert values[2].float().isnan().all()

@@ -15,6 +15,8 @@ import torch
 from deep_moe.activations import SwigluOai
 from deep_moe.errors import DeepMoEError
 from deep_moe.integrations import served_experts
+from deep_moe.integrations.sglang import hooks
+from deep_moe.integrations.sglang import loading as sglang_loading
 from tests.checkpoint.written import (
     Written,
     columns_first,
@@ -339,6 +341,42 @@ def test_a_layer_gives_what_the_kernel_gives(
     assert not torch.equal(*results)
     weights = CASES[case].pair.partition(" ")[0]
     assert caplog.messages == [f"layer 3: experts run by deep_moe ({weights}, 1 rank)"]
+
+
+@pytest.mark.parametrize("case", ["FP8 of ModelOpt", "FP8 of Quark, static", "FP8, rows"])
+def test_tokens_by_the_checkpoints_scale(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """If it is asked for, and there: an update brings another, into the same memory."""
+    monkeypatch.setenv("DEEP_MOE_TOKEN_SCALES", "checkpoint")
+    module = started(monkeypatch.setenv, "sm_90a")
+    x, logits = tokens(5)
+    experts, addresses = layer_of(case), set()
+    for seed, number in ((0, 0.002), (1, 0.001)):
+        parts = made_parts(case, seed)
+        for written in parts.values():
+            if ".input_scale" in written.tensors:
+                written.tensors[".input_scale"].fill_(number)
+        load(experts, parts)
+        if seed == 0:
+            with caplog.at_level(logging.INFO, "sglang.deep_moe"):
+                experts.quant_method.process_weights_after_loading(experts)
+        else:
+            assert sglang_loading._end_of_update([experts]) is None
+        scale = hooks.served_of(experts).token_scale
+        if case == "FP8, rows":
+            assert scale is None
+        else:
+            torch.testing.assert_close(scale, torch.tensor([number]), rtol=0, atol=0)
+            addresses.add(scale.data_ptr())
+        result = forward(module, block(experts), x, logits)
+        own = expected(case, parts, x, logits, limit=1.0)
+        by_scale = expected(case, parts, x, logits, limit=1.0, token_scale=scale)
+        assert torch.equal(result, by_scale + x)
+        assert torch.equal(own, by_scale) == (scale is None)
+    assert len(addresses) <= 1
+    more = "" if case == "FP8, rows" else ", tokens by the checkpoint's scale"
+    assert caplog.messages == [f"layer 3: experts run by deep_moe (fp8, 1 rank{more})"]
 
 
 @pytest.mark.parametrize("case", ["NVFP4 of ModelOpt", "INT4, groups of 32", "FP8, rows"])

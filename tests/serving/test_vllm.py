@@ -180,6 +180,7 @@ def called_directly(
     limit: float = math.inf,
     token_format: str | None = None,
     activation: Activation | None = None,
+    token_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """By the public API, without vLLM, all experts on one rank."""
     pair = formats(weights) | ({"token_format": token_format} if token_format else {})
@@ -196,7 +197,7 @@ def called_directly(
         device="cpu",
     )
     transformed = deep_moe.transform_weights_for_mega_moe(*source, arch, **pair)
-    deep_moe.prepare_inputs(x, ids, topk_weights, buffer, arch=arch)
+    deep_moe.prepare_inputs(x, ids, topk_weights, buffer, token_scale=token_scale, arch=arch)
     y = torch.empty_like(x)
     deep_moe.mega_moe(y, transformed, buffer, activation=activation or Swiglu(limit), arch=arch)
     return y

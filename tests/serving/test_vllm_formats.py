@@ -13,6 +13,7 @@ import torch
 
 import deep_moe
 from deep_moe.activations import Activation, GeluTanh, Relu2
+from deep_moe.errors import CheckpointError
 from deep_moe.weights.layers import LayerWeights
 from tests.checkpoint.written import (
     Written,
@@ -405,6 +406,104 @@ def test_a_layer_gives_what_the_kernel_gives(
     assert lines(caplog) == [f"{NAME}: experts run by deep_moe ({weights.split(' ')[0]})"]
     assert result.abs().max() > 0
     assert torch.equal(result, expected)
+
+
+# Beside which tokens get one scale each, and the name of the checkpoint's scales.
+STATIC = [
+    ("ModelOptNvFp4FusedMoE", "sm_100a", "nvfp4 x nvfp4", ".input_scale"),
+    ("CompressedTensorsW4A4Nvfp4MoEMethod", "sm_100a", "nvfp4 x nvfp4", ".input_global_scale"),
+    ("QuarkNvfp4MoEMethod", "sm_100a", "nvfp4 x nvfp4", ".input_scale_2"),
+    ("ModelOptFp8MoEMethod", "sm_90a", "fp8 x fp8_token", ".input_scale"),
+]
+
+
+def with_token_scales(
+    parts: dict[tuple[int, str], Written], suffix: str
+) -> tuple[dict[tuple[int, str], Written], torch.Tensor]:
+    """And the largest by which tokens are quantized."""
+    made = {}
+    for place, (key, written) in enumerate(parts.items()):
+        scale = torch.tensor(0.002 * (1 + place % 7) / 7)
+        if suffix == ".input_global_scale":
+            scale = (1 / scale).reshape(1)
+        made[key] = written._replace(tensors=written.tensors | {suffix: scale})
+    first = torch.stack(
+        [own.tensors[suffix].reshape(1) for key, own in made.items() if key[1] != "w2"]
+    )
+    return made, (1 / first.min() if suffix == ".input_global_scale" else first.max()).reshape(1)
+
+
+@pytest.mark.parametrize(("case", "arch", "pair", "suffix"), STATIC)
+def test_tokens_by_the_checkpoints_scale(
+    installed: Any,  # noqa: F811
+    some_backend: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+    arch: str,
+    pair: str,
+    suffix: str,
+) -> None:
+    """If it is asked for."""
+    monkeypatch.setenv("DEEP_MOE_TOKEN_SCALES", "checkpoint")
+    installed(arch)
+    x, logits = tokens(5)
+    parts, scale = with_token_scales(made_parts(case), suffix)
+    given = source(pair, parts)
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
+        runner = make_runner(case)
+        layer = runner.routed_experts
+        load_parts(runner, parts)
+        layer.quant_method.process_weights_after_loading(layer)
+        own = layer.quant_method.served.token_scale
+        assert torch.equal(own, scale)
+        result = forward(runner, config, x, logits)
+    assert lines(caplog) == [
+        f"{NAME}: experts run by deep_moe ({pair.split(' ')[0]}, tokens by the checkpoint's scale)"
+    ]
+    expected = called_directly(pair, arch, given, x, logits, limit=1.0, token_scale=scale)
+    assert torch.equal(result, expected)
+    assert not torch.equal(result, called_directly(pair, arch, given, x, logits, limit=1.0))
+
+
+@pytest.mark.parametrize("given", ["none", "of one matrix", "negative"])
+def test_scales_of_tokens_that_are_not_there_or_no_scales(
+    installed: Any,  # noqa: F811
+    some_backend: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    given: str,
+) -> None:
+    """Without any, tokens have their own, whatever is asked for."""
+    monkeypatch.setenv("DEEP_MOE_TOKEN_SCALES", "checkpoint")
+    installed("sm_90a")
+    case = "ModelOptFp8MoEMethod"
+    parts = made_parts(case)
+    for key, written in parts.items():
+        written.tensors[".input_scale"].fill_(-1)
+        if given == "none" or (given == "of one matrix" and key != (3, "w1")):
+            del written.tensors[".input_scale"]
+    x, logits = tokens(5)
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
+        runner = make_runner(case)
+        load_parts(runner, parts)
+        layer = runner.routed_experts
+        layer.quant_method.engine.process_weights_after_loading = lambda layer: None
+        if given == "of one matrix":
+            with pytest.raises(CheckpointError, match=r"w3 for w13_input_scale of experts 3"):
+                layer.quant_method.process_weights_after_loading(layer)
+            return
+        layer.quant_method.process_weights_after_loading(layer)
+        result = forward(runner, config, x, logits) if given == "none" else None
+    if result is None:
+        assert lines(caplog) == [
+            f"{NAME}: experts run by vLLM ({case}): w13_input_scale must hold positive numbers; "
+            "got -1.0 in row 0"
+        ]
+        return
+    weights = source("fp8", parts)
+    assert lines(caplog) == [f"{NAME}: experts run by deep_moe (fp8)"]
+    assert torch.equal(result, called_directly(CASES[case][0], "sm_90a", weights, x, logits, 1.0))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -29,7 +29,8 @@ _MULTIPLIED = _SCALED | {"global_scale": "_weight_scale_2"}
 _DIVIDED = _PACKED | {"global_scale": "_weight_global_scale"}
 _COLUMNS_FIRST = {"weight": "_qweight", "scale": "_scales", "zeros": "_qzeros"}
 
-_WHOLE_TOKENS = "fp8_token"  # beside FP8 weights whose scales are not of blocks
+# Beside FP8 weights whose scales are not of blocks.
+_WHOLE_TOKENS: dict[str, Any] = {"token_format": "fp8_token", "token_suffix": "_input_scale"}
 
 
 def form_of(experts: Any) -> EngineForm | None:
@@ -98,19 +99,19 @@ def _fp8(method: Any) -> EngineForm | None:
         return None
     if not method.quant_config.is_checkpoint_fp8_serialized:
         return None  # SGLang quantizes BF16 weights
-    return of_format("fp8", _SCALED, token_format=_WHOLE_TOKENS)
+    return of_format("fp8", _SCALED, **_WHOLE_TOKENS)
 
 
 def _compressed_fp8(scheme: Any) -> EngineForm:
     if scheme.block_quant:
         return of_format("fp8", _SCALED, rows_of_scale=K_BLOCK)
-    return of_format("fp8", _SCALED, token_format=_WHOLE_TOKENS)
+    return of_format("fp8", _SCALED, **_WHOLE_TOKENS)
 
 
 _FORMS: dict[str, Callable[[Any], EngineForm | None]] = {
     "UnquantizedFusedMoEMethod": _always("bf16", _PLAIN),
     "Fp8MoEMethod": _fp8,
-    "ModelOptFp8MoEMethod": _always("fp8", _SCALED, token_format=_WHOLE_TOKENS),
+    "ModelOptFp8MoEMethod": _always("fp8", _SCALED, **_WHOLE_TOKENS),
     "ModelOptNvFp4FusedMoEMethod": _always("nvfp4", _MULTIPLIED),
     "W4AFp8MoEMethod": _always("int4", _INVERSE, scale_dtype=torch.bfloat16),
     "CompressedTensorsW8A8Fp8MoE": _compressed_fp8,
@@ -119,5 +120,5 @@ _FORMS: dict[str, Callable[[Any], EngineForm | None]] = {
     "CompressedTensorsWNA16MoE": _always("int4", _PACKED, is_transposed=True),
     "CompressedTensorsW4AFP8MoE": _always("int4", _PACKED, scale_dtype=torch.bfloat16),
     "AWQMoEScheme": lambda method: EngineForm(StoredAwq, _COLUMNS_FIRST, is_transposed=True),
-    "QuarkW8A8FP8MoE": _always("fp8", _SCALED, token_format=_WHOLE_TOKENS),
+    "QuarkW8A8FP8MoE": _always("fp8", _SCALED, **_WHOLE_TOKENS),
 }

@@ -19,7 +19,7 @@ from deep_moe.activations import Activation, Swiglu, SwigluOai
 from deep_moe.errors import CheckpointError, DeepMoEError
 
 from ..engine_form import check_known, own_tensors
-from ..served_experts import ServedExperts, arch_on
+from ..served_experts import ServedExperts, arch_on, static_scales
 from ..shared_buffers import LayerSizes
 from ..shares import mean_tokens
 from ..switch import read_num_pool_tokens, read_token_format
@@ -96,11 +96,12 @@ def build(original: Callable[..., Any], experts: Any) -> Any:
     experts._mega_moe_weights_built = True
     ranks = engine.expert_group().world_size
     logger.info(
-        "%s: experts run by deep_moe (%s, %d rank%s)",
+        "%s: experts run by deep_moe (%s, %d rank%s%s)",
         name,
         served.sizes.weights,
         ranks,
         "" if ranks == 1 else "s",
+        "" if served.token_scale is None else ", tokens by the checkpoint's scale",
     )
     return None
 
@@ -279,13 +280,18 @@ def _taken_over(experts: Any) -> ServedExperts:
         form,
         names,
     )
-    is_loaded = loading.require_all(experts)
+    scales = static_scales(form, served.sizes)
+    has_scales = scales is not None and loading.has_begun(experts, scales)
+    is_loaded = loading.require_all(experts, [scales] if scales is not None and has_scales else [])
     if not is_loaded and not engine.is_dummy():
         raise UnsupportedError(
             "weights came past SGLang's loaders of experts, and may have the layout of another "
             "kernel"
         )
     served.load(l1, l2, are_made_up=engine.is_dummy() and not is_loaded)
+    served.has_static_scales = scales is not None
+    if has_scales and form is not None:
+        served.local_token_scale = form.token_scale_of(experts)
     return served
 
 

@@ -9,7 +9,7 @@ did.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,15 +44,21 @@ def name_of(experts: Any) -> str:
     return f"layer {experts.layer_id}"
 
 
-def require_all(experts: Any) -> bool:
+def has_begun(experts: Any, tensor: str) -> bool:
+    """Whether any part of it was loaded."""
+    return bool(_parts_of(experts).begun([tensor]))
+
+
+def require_all(experts: Any, also: Sequence[str] = ()) -> bool:
     """Raise CheckpointError unless all of a layer was loaded, if SGLang's loaders did it: not for
-    weights that were made up, or came in another way. Whether they loaded any."""
+    weights that were made up, or came in another way. Whether they loaded any. also: tensors that
+    are to be complete, too."""
     parts: LoadedParts = experts.__dict__.pop(_PARTS, None) or LoadedParts()
     tensors = tensors_of(experts)
     loaded = [name for name in tensors if hasattr(getattr(experts, name), "weight_loader")]
     is_loaded = bool(parts.begun(loaded))
     if is_loaded:
-        parts.require_all(name_of(experts), loaded, engine.expert_ids(experts))
+        parts.require_all(name_of(experts), [*loaded, *also], engine.expert_ids(experts))
     return is_loaded
 
 
@@ -114,8 +120,10 @@ def load_part(
         groups = torch.arange(loaded_weight.shape[-1]) // (group_size_of(experts) or K_BLOCK)
         if not torch.equal(loaded_weight.cpu().long(), groups):
             experts.__dict__[_REORDERED] = weight_name
-    if tensor is not None and _is_noted(experts):
-        _parts_of(experts).add(tensor, shard_id, [expert_id])
+    if _is_noted(experts):
+        noted = tensor or _token_scales_of(experts, param)
+        if noted is not None:
+            _parts_of(experts).add(noted, shard_id, [expert_id])
 
 
 def load_whole(
@@ -201,6 +209,8 @@ def _end_of_update(models: Iterable[Any]) -> str | None:
     ]
     if not replacements:
         return None
+    for replacement, module in replacements:
+        replacement.take_token_scale(module)
     ends = (replacement.end(engine.expert_ids(module)) for replacement, module in replacements)
     lacking = [words for words in ends if words is not None]
     for replacement, _ in replacements:
@@ -221,6 +231,13 @@ def _tensor_of(experts: Any, param: torch.nn.Parameter) -> str | None:
     return next(
         (name for name in tensors_of(experts) if experts._parameters.get(name) is param), None
     )
+
+
+def _token_scales_of(experts: Any, param: torch.nn.Parameter) -> str | None:
+    """The name, if it is the parameter of a checkpoint's scales of tokens."""
+    form = form_of(experts)
+    name = None if form is None else form.token_scales
+    return name if name is not None and experts._parameters.get(name) is param else None
 
 
 def _replacement_of(module: Any) -> Replacement | None:

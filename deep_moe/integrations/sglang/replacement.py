@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from deep_moe.weights.layers import LayerTensors
 
 from ..completeness import Part, in_words, layer_of, missing_parts
 from ..served_experts import ServedExperts
+from ..unsupported import UnsupportedError
 
 
 @dataclass
@@ -101,6 +103,16 @@ class Replacement:
         if missing:
             reasons.insert(0, f"there is no {in_words(missing)}")
         return f"{self._layer}: {'; '.join(reasons)}" if reasons else None
+
+    def take_token_scale(self, experts: Any) -> None:
+        """Before `end`: the scale of tokens that has come with an update, or that was there."""
+        served = self._served
+        if served.local_token_scale is None or served.form is None:
+            return
+        try:
+            served.local_token_scale = served.form.token_scale_of(experts)
+        except UnsupportedError as error:
+            self.refuse(str(error))
 
     def renew(self) -> None:
         """Behind an update; see `ServedExperts.renew`."""

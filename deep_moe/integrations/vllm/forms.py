@@ -25,7 +25,8 @@ _DIVIDED = _PACKED | {"global_scale": "_weight_global_scale"}
 _COLUMNS_FIRST = {"weight": "_qweight", "scale": "_scales", "zeros": "_qzeros"}
 
 _BLOCK = [K_BLOCK, K_BLOCK]
-_WHOLE_TOKENS = "fp8_token"  # beside FP8 weights whose scales are not of blocks
+# Beside FP8 weights whose scales are not of blocks.
+_WHOLE_TOKENS: dict[str, Any] = {"token_format": "fp8_token", "token_suffix": "_input_scale"}
 
 
 def form_of(engine: Any) -> EngineForm:
@@ -45,7 +46,7 @@ def _fp8(engine: Any) -> EngineForm:
     if engine.weight_scale_refine is not None:
         raise UnsupportedError("blocks of FP8 weights are cut by tensor parallelism")
     if engine.weight_block_size is None:
-        return of_format("fp8", _SCALED, token_format=_WHOLE_TOKENS)
+        return of_format("fp8", _SCALED, **_WHOLE_TOKENS)
     return _fp8_blocks(engine.weight_block_size, _BLOCKS)
 
 
@@ -58,7 +59,7 @@ def _fp8_blocks(block: list[int], suffixes: Mapping[str, str]) -> EngineForm:
 def _compressed_fp8(engine: Any) -> EngineForm:
     if engine.weight_block_size is not None:
         return _fp8_blocks(engine.weight_block_size, _SCALED)
-    return of_format("fp8", _SCALED, token_format=_WHOLE_TOKENS)
+    return of_format("fp8", _SCALED, **_WHOLE_TOKENS)
 
 
 def _compressed_int(engine: Any) -> EngineForm:
@@ -92,7 +93,7 @@ def _awq(engine: Any) -> EngineForm:
 def _quark_fp8(engine: Any) -> EngineForm:
     if engine.weight_block_size is not None:
         return _fp8_blocks(engine.weight_block_size, _SCALED)
-    return of_format("fp8", _SCALED, token_format=_WHOLE_TOKENS)
+    return of_format("fp8", _SCALED, **_WHOLE_TOKENS)
 
 
 def _quark_mx(engine: Any) -> EngineForm:
@@ -124,7 +125,7 @@ _FORMS: dict[str, Callable[[Any], EngineForm]] = {
     "CompressedTensorsW4A8Mxfp4MoEMethod": _always("mxfp4", _PACKED),
     "Fp8MoEMethod": _fp8,
     "CompressedTensorsW8A8Fp8MoEMethod": _compressed_fp8,
-    "ModelOptFp8MoEMethod": _always("fp8", _SCALED, token_format=_WHOLE_TOKENS),
+    "ModelOptFp8MoEMethod": _always("fp8", _SCALED, **_WHOLE_TOKENS),
     "ModelOptMxFp8FusedMoE": _always("mxfp8", _SCALED),
     "CompressedTensorsW8A8Mxfp8MoEMethod": _always("mxfp8", _SCALED),
     "ModelOptNvFp4FusedMoE": _always("nvfp4", _MULTIPLIED),
@@ -136,7 +137,7 @@ _FORMS: dict[str, Callable[[Any], EngineForm]] = {
     "QuarkW8A8Fp8MoEMethod": _quark_fp8,
     "QuarkOCP_MX_MoEMethod": _quark_mx,
     "QuarkW8A8Mxfp8MoEMethod": _always("mxfp8", _SCALED),
-    "QuarkNvfp4MoEMethod": _always("nvfp4", _MULTIPLIED),
+    "QuarkNvfp4MoEMethod": _always("nvfp4", _MULTIPLIED, token_suffix="_input_scale_2"),
     "INCMxfp4MoEMethod": _always("mxfp4", _PACKED),
     "INCMxfp8MoEMethod": _always("mxfp8", _SCALED),
 }

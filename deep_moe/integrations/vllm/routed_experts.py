@@ -29,7 +29,7 @@ from deep_moe.errors import DeepMoEError
 from ..completeness import ALL_SHARDS, LoadedParts, shards_of
 from ..engine_form import LAYERS, EngineForm, check_known, own_tensors
 from ..kernel_parameters import KernelParameters
-from ..served_experts import ServedExperts, arch_on, check_sizes
+from ..served_experts import ServedExperts, arch_on, check_sizes, static_scales
 from ..shared_steps import SharedSteps, Steps, check_step_sizes
 from ..shares import on_own_share
 from ..switch import (
@@ -196,6 +196,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
         self.plan = plan
         self.arch = arch
         self.is_in_steps = path == LOW_LATENCY
+        self.static_scales = static_scales(form, plan.sizes)
         config = get_current_vllm_config()
         self.is_dummy = config.load_config.load_format == _DUMMY
         self.runners = config.compilation_config.static_forward_context
@@ -247,13 +248,14 @@ class DeepMoEMethod(FusedMoEMethodBase):
         if self.parameters is not None and not self.parameters.need_all(layer):
             return  # nothing was loaded
         names = self.form.tensors
+        scales = layer.loaded_parts.begun(filter(None, [self.static_scales]))
         is_new = self.served is None
         first = self.moe.moe_parallel_config.ep_rank * layer.local_num_experts
         # vLLM itself misses a tensor that no part was loaded of, but not when it loads others.
         begun = layer.loaded_parts.begun(names)
         layer.loaded_parts.require_all(
             layer.layer_name,
-            names if begun and not is_new else begun,
+            [*(names if begun and not is_new else begun), *scales],
             range(first, first + layer.local_num_experts),
             ", as vLLM places them",
         )
@@ -265,6 +267,8 @@ class DeepMoEMethod(FusedMoEMethodBase):
                     "another kernel"
                 )
             served = self._laid_out(layer, are_made_up=self.is_dummy and not begun)
+            served.has_static_scales = self.static_scales is not None
+            served.local_token_scale = self.form.token_scale_of(layer) if scales else None
         except UnsupportedError as error:
             if not is_new:
                 raise DeepMoEError(
@@ -292,13 +296,15 @@ class DeepMoEMethod(FusedMoEMethodBase):
         ranks = f", {self.plan.num_ranks} ranks" if self.plan.num_ranks > 1 else ""
         path = ", low-latency steps" if self.is_in_steps else ""
         routed = ", chosen where tokens are prepared" if self._routes(layer) else ""
+        scaled = "" if served.token_scale is None else ", tokens by the checkpoint's scale"
         logger.info(
-            "%s: experts run by deep_moe (%s%s%s%s)",
+            "%s: experts run by deep_moe (%s%s%s%s%s)",
             layer.layer_name,
             self.form.weights,
             ranks,
             path,
             routed,
+            scaled,
         )
 
     def _routes(self, layer: RoutedExperts) -> bool:

@@ -143,6 +143,7 @@ class StoredFp8Whole(StoredForm):
     values_per_element: ClassVar[int] = 1
     spellings: ClassVar[tuple[Suffixes, ...]] = ({"weight": ".weight", "scale": ".weight_scale"},)
     token_format: ClassVar[TokenFormatName | None] = "fp8_token"
+    token_scale: ClassVar[str] = ".input_scale"
 
     @classmethod
     def of(cls, names: Suffixes, tensors: Tensors) -> StoredForm:
@@ -161,8 +162,8 @@ class StoredFp8Whole(StoredForm):
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """What tokens are divided by where it is the same for all: here each has its own."""
-        return (".input_scale",)
+        """What tokens are divided by where it is the same for all."""
+        return (self.token_scale,)
 
     def check_beside(
         self, suffix: str, name: str, tensor: torch.Tensor, num_rows: int, num_columns: int

@@ -67,8 +67,9 @@ class StoredNvfp4(StoredForm):
     ) -> None:
         """Nothing to compare: the weights are the same whatever scales tokens get."""
 
-    def token_factor(self, name: str, scale: torch.Tensor) -> torch.Tensor:
-        factor = self._factor(name, one_scale(scale).float())
+    @classmethod
+    def token_factor(cls, name: str, scale: torch.Tensor) -> torch.Tensor:
+        factor = cls._factor(name, one_scale(scale).float())
         if not bool(factor > 0):
             raise CheckpointError(f"{name} must be a positive number; got {scale.item()}")
         return factor
@@ -100,7 +101,8 @@ class StoredNvfp4(StoredForm):
         matrix.sf.copy_(tensors["scale"])
         matrix.global_sf.copy_(self._factor(names["global_scale"], tensors["global_scale"]))
 
-    def _factor(self, name: str, scale: torch.Tensor) -> torch.Tensor:
+    @classmethod
+    def _factor(cls, name: str, scale: torch.Tensor) -> torch.Tensor:
         """By which values are multiplied. ModelOpt gives a matrix of zeros the scale 0."""
         if not bool((scale >= 0) & scale.isfinite()):
             raise CheckpointError(f"{name} must be a number of at least 0; got {scale.item()}")
@@ -135,7 +137,8 @@ class StoredDivided(StoredNvfp4):
         """Weights are saved as the other exporter has them: without another rounding."""
         return False
 
-    def _factor(self, name: str, scale: torch.Tensor) -> torch.Tensor:
+    @classmethod
+    def _factor(cls, name: str, scale: torch.Tensor) -> torch.Tensor:
         factor = scale.double().reciprocal().float()
         if not bool((scale > 0) & scale.isfinite() & factor.isfinite()):
             raise CheckpointError(

@@ -188,7 +188,12 @@ class WholeTokenChunks {
 
  private:
     __device__ void store_e4m3(uint32_t amax_bits) const {
-        const FloatScale<false> token(amax_bits);
+        FloatScale<false> token(amax_bits);
+        if constexpr (Config::has_token_scale) {
+            const bool is_finite = amax_bits < 0x7f800000u;
+            token.scale = is_finite ? *args_.token_scale : 1.0f;
+            token.factor = is_finite ? __frcp_rn(token.scale) : __uint_as_float(0x7fffffffu);
+        }
         auto* values = static_cast<uint2*>(args_.input_x) + first();
 #pragma unroll
         for (uint32_t i = 0; i < num_chunks; ++i) {

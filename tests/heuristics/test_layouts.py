@@ -255,7 +255,7 @@ def test_shared_memory_alignment(block_m):
         if segment.name.endswith("barriers"):
             assert segment.offset >= first_barrier
             assert segment.offset % 8 == 0
-        elif segment.name != "tmem_ptr":
+        elif segment.name not in ("claimed_pairs", "tmem_ptr"):
             assert segment.end <= first_barrier
 
 

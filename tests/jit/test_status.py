@@ -96,11 +96,23 @@ def test_fields_are_read_behind_a_fence(monkeypatch: pytest.MonkeyPatch, first: 
     def sleep(seconds: float) -> None:
         status.code = StatusCode.TIMEOUT
 
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
     monkeypatch.setattr(library, "load", lambda: SimpleNamespace(dm_fence=fence))
     monkeypatch.setattr("time.sleep", sleep)
     text = str(error_of(status, rank=0))
     assert "CTA 3, warp 2 waited" in text
     assert text.endswith("saw 7")
+
+
+def test_an_error_is_told_where_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a source checkout and a GPU nobody has built the emulator."""
+
+    def load() -> None:
+        pytest.fail("the emulator's library was asked for")
+
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(library, "load", load)
+    assert "pool" in str(error_of(WaitStatus(code=StatusCode.POOL_OVERFLOW), rank=0))
 
 
 def test_a_kernel_that_is_ended_in_its_report_is_an_error() -> None:

@@ -196,6 +196,15 @@ struct TensorMap {
         if (is_padded())
             fail(FaultKind::invalid_operation,
                  "tensor store with data type %u, which can only be loaded", data_type);
+        // An H200 takes a map whose filter's base stays in the image.
+        for (int i = 0; is_im2col && i < num_spatial(); ++i) {
+            if (lower_corner[i] < 0 || upper_corner[i] > 0) {
+                fail(FaultKind::invalid_operation,
+                     "im2col store: the bounding box %d..%lld of dimension %d reaches beyond the "
+                     "image",
+                     lower_corner[i], static_cast<long long>(last_base(i)), 1 + i);
+            }
+        }
         for (int i = 0; i < num_coordinates(); ++i) {
             if (coordinates[i] < 0) {
                 fail(FaultKind::invalid_operation, "tensor store: coordinate %d is negative (%d)",

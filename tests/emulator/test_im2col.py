@@ -139,6 +139,19 @@ def test_pixels_are_stored(adds: bool) -> None:
     assert np.array_equal(tensor, expected)
 
 
+@pytest.mark.parametrize("corners", [(-1, 0), (0, 1)])
+def test_stores_stay_in_the_image(corners: tuple[int, int]) -> None:
+    tensor = aligned(np.zeros((4, 10, 8), np.uint32))
+    spec = Im2colMapSpec(
+        DataType.UINT32, tensor.ctypes.data, (8, 10, 4), tensor.strides[1::-1], (4, 12),
+        lower_corner=corners[:1], upper_corner=corners[1:],
+    )  # fmt: skip
+    source = STORE.replace("KIND", "cp.async.bulk.tensor").replace("ADD", "")
+    with pytest.raises(InvalidOperation, match="of dimension 1 reaches beyond the image"):
+        run_kernel(source, spec.encode_emulated(), np.zeros((12, 4), np.uint32), 192, 4, 0, 0,
+                   memory=(tensor,))  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("place", "text"),
     [

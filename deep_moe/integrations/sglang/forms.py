@@ -53,7 +53,7 @@ def check_supported(experts: Any) -> None:
     config = getattr(method, "quant_config", None)
     size = getattr(method, "group_size", None)
     if form.stored is StoredAwq:
-        size = config.group_size
+        size = getattr(config, "group_size", None)
     for is_unsupported, reason in (
         (
             getattr(method, "num_bits", 4) != 4,

@@ -87,6 +87,7 @@ _GROUPED: dict[str, Any] = {
     "seed": 0,
 }
 _PRODUCT: dict[str, Any] = {
+    "x": "in rows",
     "columns": 136,
     "values": 1152,  # more than the stages hold
     "experts": 5,
@@ -195,7 +196,9 @@ def _cases() -> Iterator[Case]:
     )
     for values in _TRAINED:
         yield TrainingCase(1, {**_TRAINING, **values})
-    yield ProductCase(0, {**_PRODUCT, "layout": "in any order", "scales": "by column"})
+    yield ProductCase(
+        0, {**_PRODUCT, "layout": "in any order", "scales": "by column", "x": "gathered"}
+    )
     yield ProductCase(1, {**_PRODUCT, "rows": "beyond the ends", "numbers": "of any size"})
 
 

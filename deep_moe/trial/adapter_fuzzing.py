@@ -27,6 +27,9 @@ from .rank_threads import RankThreads
 from .synthetic import Layer, Tokens
 
 _CHUNK = 24  # tokens of a call, where there are several
+_IDS = (torch.int64, torch.int32)
+_ROUTING_WEIGHTS = (torch.float32, torch.bfloat16)
+_IN_TURN = "in turn"
 
 
 @lru_cache
@@ -43,7 +46,9 @@ def adapter_axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "calls": ("one", "several"),
         # The mean of the ranks, or each rank knows its own number only.
         "expected": ("known", "unknown"),
-        "ids": (torch.int64, torch.int32),
+        # In both steps the same, or not.
+        "ids": (*_IDS, _IN_TURN),
+        "routing weights": (*_ROUTING_WEIGHTS, _IN_TURN),
         "tokens": fused["tokens"],
         "slots": fused["slots"],
         "values": fused["values"],
@@ -89,11 +94,22 @@ class AdapterCase(FuzzCase):
     def _outputs(self, layer: Layer, calls: Sequence[Sequence[Tokens]]) -> list[list[RankOutput]]:
         kernel = _Kernel(self, layer)
         try:
-            return [self._step(kernel, tokens) for tokens in calls]
+            return [
+                self._step(kernel, tokens, self._kinds(idx)) for idx, tokens in enumerate(calls)
+            ]
         finally:
             kernel.ranks.close()
 
-    def _step(self, kernel: _Kernel, tokens: Sequence[Tokens]) -> list[RankOutput]:
+    def _kinds(self, step_idx: int) -> list[torch.dtype]:
+        """Of ids and routing weights."""
+        return [
+            kinds[step_idx] if self.values[axis] == _IN_TURN else self.values[axis]
+            for axis, kinds in (("ids", _IDS), ("routing weights", _ROUTING_WEIGHTS))
+        ]
+
+    def _step(
+        self, kernel: _Kernel, tokens: Sequence[Tokens], kinds: Sequence[torch.dtype]
+    ) -> list[RankOutput]:
         threads, num_sharers = RankThreads(len(tokens)), self.num_sharers
         shares = [-(-own.num_tokens // num_sharers) for own in tokens]
         counts = [own.num_tokens for own in tokens[::num_sharers]]
@@ -115,8 +131,16 @@ class AdapterCase(FuzzCase):
                     call = _Call(output[rows], x[rows], ids[rows], weights[rows], stats, expected)
                     threads.meet(rank, call, kernel.run)
 
-            inputs = (model_inputs(own)[0], own.topk_idx.to(self.values["ids"]), own.topk_weights)
-            on_own_share(_Sharers(threads, rank, num_sharers), num_sharers, y, *inputs, run)
+            ids, weights = own.topk_idx.to(kinds[0]), own.topk_weights.to(kinds[1])
+            on_own_share(
+                _Sharers(threads, rank, num_sharers),
+                num_sharers,
+                y,
+                model_inputs(own)[0],
+                ids,
+                weights,
+                run,
+            )
             return RankOutput(y, stats)
 
         return threads.run(of_rank)

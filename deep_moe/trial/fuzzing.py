@@ -310,7 +310,7 @@ class FuzzCase:
     def expected(self, tokens: Tokens, layer: Layer) -> torch.Tensor | Bounds:
         """A rank's output, or what it may be where the activation leaves no result exact."""
         activation = self.activation
-        inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
+        inputs = layer.operands(tokens)
         numerics = self.target_weights.numerics
         # Prepared, float scales are no powers of two.
         has_odd_scales = self.shape.tokens.has_float_scales and self.is_prepared
@@ -345,6 +345,9 @@ class FuzzCase:
             **self.target_weights.fuzz_tiles[self.values["tile"]],
             **_TURNS[self.values["turns"]],
         }
+        if self.shape.num_shared_experts == max(NUMS_SHARED):
+            # Of as many parts as there can be; otherwise small layers' have one.
+            overrides |= {"num_experts_per_part": 1, "num_part_m_blocks": 1}
         if self.values.get("chunks") == "of several sizes":
             # Hidden sizes are multiples of 128; chunks of 8 values.
             overrides["num_combine_chunks"] = 5 if self.shape.hidden % 3 == 0 else 3

@@ -59,12 +59,7 @@ class LayerPath(ABC):
     ) -> Bounds:
         """Of one rank's output. how: further arguments of `reference_bounds`."""
         return reference_bounds(
-            tokens.x,
-            tokens.x_sf,
-            tokens.topk_idx,
-            tokens.topk_weights,
-            layer.l1,
-            layer.l2,
+            *layer.operands(tokens),
             num_shared_experts=shape.num_shared_experts,
             weights_in_combine=self.weights_in_combine,
             **layer.biases,

@@ -73,6 +73,7 @@ _ADAPTERS: dict[str, Any] = {
     "calls": "several",
     "expected": "unknown",
     "ids": torch.int64,
+    "routing weights": "in turn",
     "tokens": "none, 1 or most",
 }
 # Of experts whose tokens are there already: rows that a small ring has to hold one after another.
@@ -190,8 +191,8 @@ def _cases() -> Iterator[Case]:
         "sm_100a",
         "fp8 x fp8_token",
         shape=(4, 8, 2, 256, 128),
-        **{"same tokens": "pairs"},
-        ids=torch.int32,
+        **{"same tokens": "pairs", "routing weights": torch.float32},
+        ids="in turn",
         expected="known",
     )
     for values in _TRAINED:

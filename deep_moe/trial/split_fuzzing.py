@@ -113,7 +113,7 @@ class SplitCase(FuzzCase):
 
     def expected(self, tokens: Tokens, layer: Layer) -> torch.Tensor | Bounds:
         activation = self.activation
-        inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
+        inputs = layer.operands(tokens)
         how: dict[str, Any] = {
             "activation": activation,
             "numerics": self.target_weights.numerics,

@@ -90,6 +90,10 @@ class Layer:
         """As the reference takes them."""
         return {"l1_bias": self.l1_bias, "l2_bias": self.l2_bias}
 
+    def operands(self, tokens: Tokens) -> tuple[Any, ...]:
+        """The reference's, for these tokens."""
+        return (*(tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights), self.l1, self.l2)
+
     def biases_of_rank(
         self, rank: int, shape: MoEShape, arch: str | None = None
     ) -> MegaMoEBiases | None:

@@ -55,12 +55,7 @@ class ExampleCall:
     def expected(self, **options: Any) -> torch.Tensor:
         tokens = self.tokens
         return reference_mega_moe(
-            tokens.x,
-            tokens.x_sf,
-            tokens.topk_idx,
-            tokens.topk_weights,
-            self.layer.l1,
-            self.layer.l2,
+            *self.layer.operands(tokens),
             **options,
         )
 

@@ -46,12 +46,7 @@ def test_they_are_added(pair: str, how: str) -> None:
             y, *weights.tensors, buffer.handle, l1_bias=l1_bias, l2_bias=l2_bias, arch=arch
         )
     expected = reference_mega_moe(
-        tokens.x,
-        tokens.x_sf,
-        tokens.topk_idx,
-        tokens.topk_weights,
-        layer.l1,
-        layer.l2,
+        *layer.operands(tokens),
         numerics=target_of(arch).weights_of(**formats(pair)).numerics,
         **layer.biases,
     )

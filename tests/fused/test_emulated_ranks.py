@@ -44,12 +44,7 @@ class Example:
     def assert_exact(self) -> None:
         for tokens, y in zip(self.tokens, self.ys, strict=True):
             expected = reference_mega_moe(
-                tokens.x,
-                tokens.x_sf,
-                tokens.topk_idx,
-                tokens.topk_weights,
-                self.layer.l1,
-                self.layer.l2,
+                *self.layer.operands(tokens),
             )
             assert torch.equal(y, expected)
 

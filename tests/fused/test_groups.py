@@ -62,12 +62,7 @@ class RankCall:
     def is_right(self) -> bool:
         tokens = self.tokens
         expected = reference_mega_moe(
-            tokens.x,
-            tokens.x_sf,
-            tokens.topk_idx,
-            tokens.topk_weights,
-            self.layer.l1,
-            self.layer.l2,
+            *self.layer.operands(tokens),
         )
         return torch.equal(self.y, expected)
 

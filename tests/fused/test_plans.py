@@ -260,6 +260,17 @@ def test_weights_at_the_address_of_freed_ones(calls: Calls) -> None:
         calls.prepare(weights=weights(fewer))
 
 
+def test_what_is_kept_does_not_let_a_shifted_y_through(calls: Calls) -> None:
+    values = torch.empty(calls.y.numel() + 8, dtype=torch.bfloat16)
+    for first, is_right in ((0, True), (1, False), (8, True), (4, False)):
+        y = values[first : first + calls.y.numel()].view_as(calls.y)
+        if is_right:
+            calls.prepare(y=y)
+        else:
+            with pytest.raises(ValueError, match="y must start at a multiple of 16 bytes"):
+                calls.prepare(y=y)
+
+
 def test_a_tensor_that_was_given_other_memory(calls: Calls) -> None:
     """The object is the same, the weights are not."""
     l1, l2 = (tuple(tensor.clone() for tensor in pair) for pair in calls.weights["sm_100a"])

@@ -134,12 +134,7 @@ def test_ranks_with_different_kernels_work_together(arch: str):
             finish_emulated(buffer, checked=True)
     for y, own in zip(ys, tokens, strict=True):
         expected = reference_mega_moe(
-            own.x,
-            own.x_sf,
-            own.topk_idx,
-            own.topk_weights,
-            layer.l1,
-            layer.l2,
+            *layer.operands(own),
             numerics=target_of(arch).weights_of().numerics,
         )
         assert torch.equal(y, expected)

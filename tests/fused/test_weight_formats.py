@@ -52,12 +52,7 @@ def test_a_call_of_each_pair(pair: str, how: str) -> None:
         named = {STATISTICS: stats, "arch": arch}
         _mega_moe_op(y, *weights.tensors, buffer.handle, **named)
     expected = reference_mega_moe(
-        tokens.x,
-        tokens.x_sf,
-        tokens.topk_idx,
-        tokens.topk_weights,
-        layer.l1,
-        layer.l2,
+        *layer.operands(tokens),
         numerics=target_of(arch).weights_of(**formats(pair)).numerics,
     )
     assert torch.equal(y, expected)

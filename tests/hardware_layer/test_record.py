@@ -41,12 +41,7 @@ def test_inputs_are_like_those_of_a_layer() -> None:
     (part,) = record.run_emulated(case, hopper_fp8_sums=False)
     y = torch.from_numpy(part.y.view(np.int16)).view(torch.bfloat16)
     expected = reference_mega_moe(
-        tokens.x,
-        tokens.x_sf,
-        tokens.topk_idx,
-        tokens.topk_weights,
-        layer.l1,
-        layer.l2,
+        *layer.operands(tokens),
         numerics=target_of("sm_90a").weights_of().numerics,
     )
     result = compare(y, expected)

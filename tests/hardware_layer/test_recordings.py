@@ -54,12 +54,7 @@ def test_what_the_hardware_made_is_within_the_bounds_of_its_sums(case: RecordedC
         tokens = case.rank_tokens(rank)
         y = torch.from_numpy(recorded[f"y{rank}"].view(np.int16)).view(torch.bfloat16)
         bounds = reference_bounds(
-            tokens.x,
-            tokens.x_sf,
-            tokens.topk_idx,
-            tokens.topk_weights,
-            layer.l1,
-            layer.l2,
+            *layer.operands(tokens),
             numerics=SM90,
             sum_bits=SM90.sum_bits,
             activation_clamp=case.options.get("activation_clamp"),

@@ -344,6 +344,19 @@ def test_any_numbers_of_tokens(fp4_experts, monkeypatch):
         assert torch.equal(y, torch.cat([x[:0], *parts]))
 
 
+def test_ranks_call_as_often_as_the_one_with_most_tokens(monkeypatch):
+    from deep_moe.integrations.transformers import experts
+
+    reduced = {dist.ReduceOp.MAX: max, dist.ReduceOp.MIN: min, dist.ReduceOp.SUM: sum}
+
+    def all_reduce(own: torch.Tensor, op: Any, group: Any) -> None:
+        own.fill_(reduced[op]([int(own), 64, 0]))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    assert experts._most_tokens(7, None, torch.device("cpu")) == 7
+    assert experts._most_tokens(7, Any, torch.device("cpu")) == 64
+
+
 def test_more_tokens_than_were_announced(fp4_experts):
     adapter.register(max_tokens_per_rank=4)
     module, *_ = fp4_experts(torch.float32)

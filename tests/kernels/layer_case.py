@@ -99,12 +99,7 @@ class LayerCase:
         ys: Sequence[torch.Tensor | None] = onto or [None] * len(tokens)
         return [
             reference_mega_moe(
-                mine.x,
-                mine.x_sf,
-                mine.topk_idx,
-                mine.topk_weights,
-                self.layer.l1,
-                self.layer.l2,
+                *self.layer.operands(mine),
                 activation_clamp=activation_clamp,
                 numerics=self.numerics,
                 **self.layer.biases,
@@ -126,12 +121,7 @@ class LayerCase:
         ys: Sequence[torch.Tensor | None] = onto or [None] * len(tokens)
         return [
             reference_bounds(
-                mine.x,
-                mine.x_sf,
-                mine.topk_idx,
-                mine.topk_weights,
-                self.layer.l1,
-                self.layer.l2,
+                *self.layer.operands(mine),
                 activation_clamp=activation_clamp,
                 numerics=self.numerics,
                 sum_bits=sum_bits,

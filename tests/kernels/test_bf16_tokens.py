@@ -176,12 +176,7 @@ def test_other_activations(activation: Activation) -> None:
     tokens = random_tokens(case.shape, 30, seed=6)
     (y,) = case.call([tokens], activation=activation)
     bounds = reference_bounds(
-        tokens.x,
-        tokens.x_sf,
-        tokens.topk_idx,
-        tokens.topk_weights,
-        case.layer.l1,
-        case.layer.l2,
+        *case.layer.operands(tokens),
         activation=activation,
         numerics=case.numerics,
         sum_bits=FP32_SUM_BITS,

@@ -60,12 +60,7 @@ def main(words: Sequence[str] | None = None) -> None:
     weights = deep_moe.transform_weights_for_mega_moe(layer.l1, layer.l2, arch=arch)
     tokens = make_tokens(arguments.full_tiles)
     expected = reference_mega_moe(
-        tokens.x,
-        tokens.x_sf,
-        tokens.topk_idx,
-        tokens.topk_weights,
-        layer.l1,
-        layer.l2,
+        *layer.operands(tokens),
         numerics=numerics,
     )
 

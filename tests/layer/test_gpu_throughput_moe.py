@@ -81,7 +81,7 @@ def own_tokens(rank: Rank, shape: MoEShape, num_tokens: int, seed: int) -> tuple
 def is_exact(rank: Rank, shape: MoEShape, layer: Layer, y: torch.Tensor, tokens: Tokens) -> bool:
     numerics = on_target(rank, shape).numerics
     bounds = reference_bounds(
-        *(tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2),
+        *layer.operands(tokens),
         weights_in_combine=True,
         numerics=numerics,
         sum_bits=numerics.sum_bits,

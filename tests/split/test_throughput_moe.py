@@ -48,12 +48,7 @@ def test_calls_of_a_rank_alone_are_exact_and_one_too_many_rows_leave_it_usable()
             assert layer(*arguments, out=out) is out
             layer.check()
             expected = reference_bounds(
-                tokens.x,
-                tokens.x_sf,
-                tokens.topk_idx,
-                tokens.topk_weights,
-                weights.l1,
-                weights.l2,
+                *weights.operands(tokens),
                 weights_in_combine=True,
                 numerics=ON_TARGET.numerics,
                 sum_bits=FP32_SUM_BITS,

@@ -99,12 +99,7 @@ def judged_layer(
         compare(
             output.y,
             reference_bounds(
-                own.x,
-                own.x_sf,
-                own.topk_idx,
-                own.topk_weights,
-                layer.l1,
-                layer.l2,
+                *layer.operands(own),
                 numerics=numerics,
                 sum_bits=sum_bits,
                 activation=applied,

@@ -14,19 +14,8 @@ import torch
 from deep_moe.integrations import shares
 from deep_moe.trial import adapter_fuzzing
 from deep_moe.trial.adapter_fuzzing import AdapterCase, adapter_axes
-from deep_moe.trial.fuzzing import ARCHS, BESIDE, Coverage
+from deep_moe.trial.fuzzing import ARCHS, BESIDE
 from tests.everyday import parametrize
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_in_a_round_every_two_values_meet(arch: str) -> None:
-    coverage = Coverage()
-    for number in range(AdapterCase.cases_per_round() * len(ARCHS)):
-        case = AdapterCase.of(number)
-        if case.arch == arch:
-            coverage.add(case, "")
-    assert coverage.num_cases == AdapterCase.cases_per_round()
-    assert coverage.num_pairs == coverage.num_all_pairs > 400
 
 
 def case_of(**values: Any) -> AdapterCase:
@@ -40,6 +29,7 @@ def case_of(**values: Any) -> AdapterCase:
             "calls": "several",
             "expected": "unknown",
             "ids": torch.int64,
+            "routing weights": "in turn",
             "tokens": "any",
             "slots": "all",
             "values": "numbers",

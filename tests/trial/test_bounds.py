@@ -64,12 +64,7 @@ def output(
     activation_clamp: float | None = None,
 ) -> torch.Tensor:
     return reference_mega_moe(
-        tokens.x,
-        tokens.x_sf,
-        tokens.topk_idx,
-        tokens.topk_weights,
-        layer.l1,
-        layer.l2,
+        *layer.operands(tokens),
         numerics=numerics,
         activation_clamp=activation_clamp,
     )
@@ -83,12 +78,7 @@ def bounds(
     activation_clamp: float | None = None,
 ) -> Bounds:
     return reference_bounds(
-        tokens.x,
-        tokens.x_sf,
-        tokens.topk_idx,
-        tokens.topk_weights,
-        layer.l1,
-        layer.l2,
+        *layer.operands(tokens),
         numerics=numerics,
         sum_bits=sum_bits,
         activation_clamp=activation_clamp,
@@ -184,7 +174,7 @@ def test_another_activation_is_seen(
 ) -> None:
     """Each way: whichever of the two the kernel takes instead."""
     layer, tokens = random_layer(SHAPE, seed=1), random_tokens(SHAPE, 24, seed=1)
-    inputs = (tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2)
+    inputs = layer.operands(tokens)
     numerics = numerics_of(arch)
     for right, wrong in ((mine, other), (other, mine)):
         of = reference_bounds(*inputs, numerics=numerics, sum_bits=sum_bits, activation=right)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
 from deep_moe.activations import Activation
 from deep_moe.trial import fuzzing
+from deep_moe.trial.adapter_fuzzing import AdapterCase
 from deep_moe.trial.calls import RankOutput, initial_y, model_inputs
 from deep_moe.trial.fuzzing import (
     ARCHS,
@@ -23,35 +23,41 @@ from deep_moe.trial.fuzzing import (
     counts_of_ranks,
     pairwise,
 )
+from deep_moe.trial.grouped_fuzzing import GroupedCase
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.split_fuzzing import SplitCase
 from deep_moe.trial.synthetic import received
 from deep_moe.trial.throughput_fuzzing import ThroughputCase
 from tests.everyday import parametrize
 
+from .fuzz_cases import with_values
 
-def one_round(arch: str, first_round: int = 0) -> list[FuzzCase]:
-    num_cases = FuzzCase.cases_per_round() * len(ARCHS)
+KINDS = (FuzzCase, SplitCase, ThroughputCase, GroupedCase, AdapterCase)
+
+
+def one_round(kind: type[FuzzCase], arch: str, first_round: int = 0) -> list[FuzzCase]:
+    num_cases = kind.cases_per_round() * len(ARCHS)
     numbers = range(first_round * num_cases, (first_round + 1) * num_cases)
-    return [case for case in map(FuzzCase.of, numbers) if case.arch == arch]
+    return [case for case in map(kind.of, numbers) if case.arch == arch]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_in_a_round_every_two_values_meet(arch: str) -> None:
-    for which in range(2):
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_round_every_two_values_meet(kind: type[FuzzCase], arch: str) -> None:
+    for which in range(2 if kind is FuzzCase else 1):
         coverage = Coverage()
-        for case in one_round(arch, which):
+        for case in one_round(kind, arch, which):
             coverage.add(case, "")
-        assert coverage.num_cases == FuzzCase.cases_per_round()
-        assert coverage.num_pairs == coverage.num_all_pairs > 400
+        assert coverage.num_cases == kind.cases_per_round()
+        assert coverage.num_pairs == coverage.num_all_pairs > 300
         assert {axis: len(seen) for axis, seen in coverage.values.items()} == {
             "path": 1,
             "arch": 1,
-            **{axis: len(values) for axis, values in axes(arch).items()},
+            **{axis: len(values) for axis, values in kind.axes_of(arch).items()},
         }
 
 
-@pytest.mark.parametrize("kind", [FuzzCase, SplitCase, ThroughputCase])
+@pytest.mark.parametrize("kind", KINDS)
 def test_cases_in_a_row_share_what_is_compiled_in(kind: type[FuzzCase]) -> None:
     for first in range(0, 12 * CASES_PER_KERNEL, CASES_PER_KERNEL):
         cases = [kind.of(first + i) for i in range(CASES_PER_KERNEL)]
@@ -62,7 +68,8 @@ def test_cases_in_a_row_share_what_is_compiled_in(kind: type[FuzzCase]) -> None:
 
 def test_rounds_differ() -> None:
     one, other = (
-        [tuple(map(str, case.values.values())) for case in one_round(ARCHS[0], i)] for i in (0, 1)
+        [tuple(map(str, case.values.values())) for case in one_round(FuzzCase, ARCHS[0], i)]
+        for i in (0, 1)
     )
     assert one != other
 
@@ -90,18 +97,9 @@ def test_coverage_counts_failures_and_pairs_once() -> None:
     assert coverage.num_pairs == len(list(itertools.combinations(axes(case.arch), 2)))
 
 
-def with_values(**wanted: Any) -> FuzzCase:
-    """The first case that has them."""
-    return next(
-        case
-        for case in map(FuzzCase.of, range(100_000))
-        if all(case.values[axis] == value for axis, value in wanted.items())
-    )
-
-
 @pytest.mark.parametrize("slots", axes(ARCHS[0])["slots"])
 def test_slots_are_what_their_axis_says(slots: str) -> None:
-    case = with_values(slots=slots, tokens="many")
+    case = with_values(FuzzCase, slots=slots, tokens="many")
     for of_call in case.inputs():
         for tokens in of_call:
             ids = tokens.topk_idx
@@ -121,7 +119,7 @@ def test_slots_are_what_their_axis_says(slots: str) -> None:
 
 
 def test_calls_have_other_tokens_and_one_may_be_nan() -> None:
-    case = with_values(values="NaN", tokens="many")
+    case = with_values(FuzzCase, values="NaN", tokens="many")
     first, second = case.inputs()
     for of_call in (first, second):
         for tokens in of_call:
@@ -143,12 +141,7 @@ def right_outputs(case: FuzzCase) -> list[list[RankOutput]]:
         for rank, tokens in enumerate(of_call):
             own = model_inputs(tokens)[1]
             y = reference_mega_moe(
-                own.x,
-                own.x_sf,
-                own.topk_idx,
-                own.topk_weights,
-                layer.l1,
-                layer.l2,
+                *layer.operands(own),
                 activation=case.values["activation"],
                 numerics=case.target_weights.numerics,
                 **layer.biases,
@@ -194,6 +187,7 @@ def test_what_is_wrong_in_either_call_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = with_values(
+        FuzzCase,
         weights="mxfp4 x mxfp8",
         values="NaN",
         tokens="many",

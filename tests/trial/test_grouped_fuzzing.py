@@ -19,13 +19,10 @@ from deep_moe.trial.product_fuzzing import CASES_PER_ROUND, ProductCase
 
 
 def test_in_a_round_every_two_values_meet() -> None:
-    products, experts = Coverage(), Coverage()
+    coverage = Coverage()
     for number in range(CASES_PER_ROUND):
-        products.add(ProductCase.of(number), "")
-    for number in range(len(ARCHS) * GroupedCase.cases_per_round()):
-        experts.add(GroupedCase.of(number), "")
-    assert products.num_pairs == products.num_all_pairs > 200
-    assert experts.num_pairs == experts.num_all_pairs > 1000
+        coverage.add(ProductCase.of(number), "")
+    assert coverage.num_pairs == coverage.num_all_pairs > 200
 
 
 @pytest.mark.parametrize("number", [0, 4, 9])

@@ -9,33 +9,9 @@ import pytest
 import torch
 
 from deep_moe.trial.calls import RankOutput
-from deep_moe.trial.fuzzing import ARCHS, Coverage
-from deep_moe.trial.split_fuzzing import SplitCase, split_axes
+from deep_moe.trial.split_fuzzing import SplitCase
 
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_in_a_round_every_two_values_meet(arch: str) -> None:
-    coverage = Coverage()
-    for number in range(SplitCase.cases_per_round() * len(ARCHS)):
-        case = SplitCase.of(number)
-        if case.arch == arch:
-            coverage.add(case, "")
-    assert coverage.num_cases == SplitCase.cases_per_round()
-    assert coverage.num_pairs == coverage.num_all_pairs > 900
-    assert {axis: len(seen) for axis, seen in coverage.values.items()} == {
-        "path": 1,
-        "arch": 1,
-        **{axis: len(values) for axis, values in split_axes(arch).items()},
-    }
-
-
-def with_values(**wanted: Any) -> SplitCase:
-    """The first case that has them."""
-    return next(
-        case
-        for case in map(SplitCase.of, range(100_000))
-        if all((case.values | {"arch": case.arch})[axis] == value for axis, value in wanted.items())
-    )
+from .fuzz_cases import with_values
 
 
 def one_row(outputs: list[list[RankOutput]]) -> None:
@@ -51,6 +27,7 @@ def test_what_is_wrong_in_either_call_is_told(
     spoil: Callable[[list[list[RankOutput]]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = with_values(
+        SplitCase,
         arch="sm_90a",
         weights="fp8 x fp8_128",
         tokens="few",
@@ -70,7 +47,7 @@ def test_what_is_wrong_in_either_call_is_told(
 
 
 def test_values_that_dispatch_rounds_are_judged_as_it_rounds_them() -> None:
-    case = with_values(weights="mxfp4 x fp8_128_ue8m0", tokens="many", values="numbers")
+    case = with_values(SplitCase, weights="mxfp4 x fp8_128_ue8m0", tokens="many", values="numbers")
     own = case.inputs()[0][0]
     received = case.as_received(own)
     scales = received.x_sf.view(torch.uint8).view(len(received.x), -1, 4)

@@ -52,9 +52,7 @@ def test_scales_of_the_exact_case_differ_from_row_to_row_and_group_to_group():
 
 def test_the_exact_case_says_something():
     layer, tokens = exact_layer(SHAPE, seed=1), exact_tokens(SHAPE, 32, seed=2)
-    y = reference_mega_moe(
-        tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights, layer.l1, layer.l2
-    )
+    y = reference_mega_moe(*layer.operands(tokens))
     assert (y != 0).float().mean() > 0.9
     assert y.unique().numel() > 100
 

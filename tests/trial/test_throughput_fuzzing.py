@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial import throughput_fuzzing
-from deep_moe.trial.fuzzing import ARCHS, Coverage
 from deep_moe.trial.synthetic import exact_tokens
 from deep_moe.trial.throughput_fuzzing import ThroughputCase, most_rows_of, throughput_axes
 
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_in_a_round_every_two_values_meet(arch: str) -> None:
-    coverage = Coverage()
-    for number in range(ThroughputCase.cases_per_round() * len(ARCHS)):
-        case = ThroughputCase.of(number)
-        if case.arch == arch:
-            coverage.add(case, "")
-    assert coverage.num_cases == ThroughputCase.cases_per_round()
-    assert coverage.num_pairs == coverage.num_all_pairs > 800
-    assert {axis: len(seen) for axis, seen in coverage.values.items()} == {
-        "path": 1,
-        "arch": 1,
-        **{axis: len(values) for axis, values in throughput_axes(arch).items()},
-    }
-
-
-def with_values(**wanted: Any) -> ThroughputCase:
-    """The first case that has them."""
-    return next(
-        case
-        for case in map(ThroughputCase.of, range(100_000))
-        if all((case.values | {"arch": case.arch})[axis] == value for axis, value in wanted.items())
-    )
+from .fuzz_cases import with_values
 
 
 def test_room_for_what_comes_is_just_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     case = with_values(
-        arch="sm_90a", weights="fp8 x fp8_128", room="for what comes", shape=(2, 4, 3, 512, 96)
+        ThroughputCase,
+        arch="sm_90a",
+        weights="fp8 x fp8_128",
+        room="for what comes",
+        shape=(2, 4, 3, 512, 96),
     )
     case = replace(case, values=case.values | {"tokens": "few", "alignment": 32})
     assert case.run() == ""
@@ -52,7 +31,9 @@ def test_room_for_what_comes_is_just_enough(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_that_are_copied_and_rows_that_lie_there() -> None:
-    case = with_values(arch="sm_100a", weights="mxfp4 x mxfp8", shape=(2, 4, 3, 512, 96))
+    case = with_values(
+        ThroughputCase, arch="sm_100a", weights="mxfp4 x mxfp8", shape=(2, 4, 3, 512, 96)
+    )
     for rows in throughput_axes(case.arch)["rows"]:
         own = replace(case, values=case.values | {"tokens": "few", "rows": rows})
         assert own.run() == "", rows

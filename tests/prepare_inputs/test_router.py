@@ -401,19 +401,12 @@ def test_deepseek_v4s_experts_and_weights_are_vllms_bit_for_bit(num_experts: int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("num_experts", "num_groups", "num_chosen_groups", "num_topk"),
-    [
-        (256, 8, 4, 8),
-        (64, 4, 2, 6),
-        (384, 1, 1, 8),
-        (160, 1, 1, 8),
-        (128, 1, 1, 4),
-        (512, 1, 1, 22),
-    ],
+    [(256, 8, 4, 8), (64, 4, 2, 6)],
 )
 def test_grouped_experts_and_weights_are_vllms_bit_for_bit(
     num_experts: int, num_groups: int, num_chosen_groups: int, num_topk: int, dtype: torch.dtype
 ) -> None:
-    """The sizes of DeepSeek-V3, Kimi-K2, GLM-4.5 and Nemotron-3, and others."""
+    """The sizes of DeepSeek-V3, and others. For one group vLLM has another kernel."""
     pytest.importorskip("vllm")
     from vllm import _custom_ops
 

@@ -46,7 +46,7 @@ RULES: dict[str, tuple[Router, torch.Tensor | None]] = {
     "softmax, bias": (Router(renormalize=False), BIAS),
     "sigmoid, bias, scale": (Router("sigmoid", scale=2.5), BIAS),
     "groups": (Router("tanh_sigmoid", True, 4, 2, 2.5), BIAS),
-    "one group": (Router("tanh_sigmoid", False), BIAS),
+    "groups, weights as they are": (Router("tanh_sigmoid", False, 4, 2), BIAS),
 }
 
 
@@ -170,6 +170,7 @@ def others() -> dict[str, Any]:
         "groups": GroupedTopKRouter(**sizes, num_expert_group=2, topk_group=1),
         "groups of softmax": grouped(scoring_func="softmax"),
         "groups without a bias": grouped(e_score_correction_bias=None),
+        "one group": grouped(num_expert_group=1, topk_group=1),
         "large groups": grouped(global_num_experts=128),
         "more experts than the kernel has": grouped(global_num_experts=1024, num_expert_group=32),
         "many experts of a token": grouped(top_k=16, global_num_experts=64),
@@ -190,6 +191,7 @@ NAMES = (
     "groups",
     "groups of softmax",
     "groups without a bias",
+    "one group",
     "large groups",
     "more experts than the kernel has",
     "many experts of a token",
@@ -212,16 +214,12 @@ def test_other_routers_are_vllms(name):
     assert rule_of(made[name]) is None
 
 
-@pytest.mark.parametrize(
-    ("num_experts", "num_groups", "num_chosen", "topk"),
-    [(256, 8, 4, 8), (384, 1, 1, 8), (160, 1, 1, 8), (512, 1, 1, 22)],
-)
-def test_rules_of_deepseek_v3_kimi_k2_glm_and_nemotron(num_experts, num_groups, num_chosen, topk):
+def test_deepseek_v3s_rule_is_one():
     from deep_moe.integrations.vllm.routing import rule_of
 
-    rule = Router("tanh_sigmoid", True, num_groups, num_chosen, 2.5)
-    sizes = {"top_k": topk, "global_num_experts": num_experts}
-    assert rule_of(router_of(rule, torch.zeros(num_experts), **sizes)) == rule
+    rule = Router("tanh_sigmoid", num_groups=8, num_chosen_groups=4, scale=2.5)
+    sizes = {"top_k": 8, "global_num_experts": 256}
+    assert rule_of(router_of(rule, torch.zeros(256), **sizes)) == rule
 
 
 def test_a_router_of_groups_leaves_padding_alone(installed):

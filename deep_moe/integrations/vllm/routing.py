@@ -82,8 +82,8 @@ def _rule_with_bias(router: FusedTopKBiasRouter) -> Router | None:
 
 
 def _rule_of_groups(router: GroupedTopKRouter) -> Router | None:
-    """Of those for which vLLM has the faster of two kernels, DeepSeek-V3's and Kimi-K2's among
-    them."""
+    """Of several groups of the sizes for which vLLM has its faster kernel, as DeepSeek-V3's. Of one
+    group, as Kimi-K2's, vLLM has others, whose weights have another last bit."""
     num_experts, num_groups = router.global_num_experts, router.num_expert_group
     num_chosen, topk = router.topk_group, router.top_k
     if (
@@ -91,22 +91,12 @@ def _rule_of_groups(router: GroupedTopKRouter) -> Router | None:
         or router.e_score_correction_bias is None
         or router.num_fused_shared_experts > 0
         or not envs.VLLM_USE_FUSED_MOE_GROUPED_TOPK
-        or num_experts <= num_groups
+        or not 1 < num_groups < num_experts <= 256
         or num_experts % num_groups != 0
     ):
         return None
     size = num_experts // num_groups
-    if num_groups == 1:
-        is_fast = (topk <= 8 and num_experts <= 512) or (topk == 22 and num_experts == 512)
-    else:
-        is_fast = (
-            topk <= 8
-            and num_experts <= 256
-            and size <= 32
-            and num_chosen <= 4
-            and num_chosen * size <= 128
-        )
-    if not is_fast:
+    if topk > 8 or size > 32 or num_chosen > 4 or num_chosen * size > 128:
         return None
     return Router(
         "tanh_sigmoid", router.renormalize, num_groups, num_chosen, router.routed_scaling_factor

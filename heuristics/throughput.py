@@ -31,6 +31,8 @@ MAX_EXPERTS = 2048
 MAX_TOKENS_PER_RANK = 32_768
 MAX_RECV_ROWS = 1 << 24
 MAX_ALIGNMENT = 4096
+MAX_CTAS = 512  # of a kernel; each has words for every rank
+MAX_SHARING_WARPS = 4  # of a CTA, a quarter of its warps; each tells for itself
 
 Step = Literal["dispatch", "combine", "scalars"]
 
@@ -109,7 +111,8 @@ def throughput_buffer_layout(shape: ThroughputShape) -> Layout:
     control("last_step", "u32", (1,), "what the step before took over the links")
     control("gave_up", "u32", (1,), "not zero after a failed call")
     control("gather_counter", "u32", (1,), "CTAs that have ended a step")
-    control("arrivals", "i32", (shape.num_ranks,), "CTAs of a rank that have come, over all rounds")
+    words = (MAX_CTAS, shape.num_ranks, MAX_SHARING_WARPS)
+    control("arrivals", "i32", words, "what a rank's CTA has told the one of its number")
     control("count_arrivals", "i32", (shape.num_ranks,), "dispatches whose counts have come")
     builder.mark("control_bytes", alignment=DATA_ALIGNMENT)
     data("num_tokens", "u32", (shape.num_ranks,), "of each source rank")
@@ -121,7 +124,9 @@ def throughput_buffer_layout(shape: ThroughputShape) -> Layout:
     data("tokens", "u8", (max_tokens * row_bytes,), "this rank's tokens, as they travel")
     num_words = shape.hidden // min(K_BLOCK, shape.group_size)
     data("token_scales", "u32", (max_tokens, num_words), "their scales")
-    data("rows", "bf16", (max_rows, shape.hidden), "what the local experts made")
+    # The local experts' rows, which others fetch; or what others send to this rank's slots.
+    num_rows = max(max_rows, max_tokens * shape.num_topk)
+    data("rows", "bf16", (num_rows, shape.hidden), "what experts made")
     data("scalars", "f32", (max_rows,), "a number for each of their rows")
     return builder.build(alignment=DATA_ALIGNMENT)
 
@@ -136,7 +141,7 @@ class ThroughputConfig:
     Of a dispatch: token_format: one of ALL_TO_ALL_FORMATS. is_quantized_input: they come as they
     travel. knows_rows: rows go where an earlier dispatch sent others. has_int32_topk_idx: else
     int64.
-    Of a combine: copies_rows: the rows do not lie in the symmetric buffer yet.
+    Of a combine: sends_rows: the rows do not lie in the symmetric buffer, and are sent.
     trace: CTAs stamp their phases.
 
     >>> shape = ThroughputShape(8, 256, 8, 7168, 8192, 81_920)
@@ -154,14 +159,14 @@ class ThroughputConfig:
     is_quantized_input: bool = False
     knows_rows: bool = False
     has_int32_topk_idx: bool = False
-    copies_rows: bool = False
+    sends_rows: bool = False
     trace: bool = False
 
     def __post_init__(self) -> None:
         token_format(self.token_format, ALL_TO_ALL_FORMATS)  # or an error
-        require_int("num_ctas", self.num_ctas, "at least 1")
-        if self.num_ctas < 1:
-            raise ValueError(f"num_ctas must be at least 1; got {self.num_ctas}")
+        allowed = f"1 to {MAX_CTAS}"
+        if not 1 <= require_int("num_ctas", self.num_ctas, allowed) <= MAX_CTAS:
+            raise ValueError(f"num_ctas must be {allowed}; got {self.num_ctas}")
         check_row_format(self.shape, self.token_format if self.tokens.has_scales else None)
         if self.tokens.packs_scales and self.shape.hidden % (4 * K_BLOCK):
             raise ValueError(
@@ -201,11 +206,10 @@ class ThroughputConfig:
         def add(name: str, dims: tuple[int, ...], purpose: str) -> None:
             builder.add(name, "u32", dims, purpose, alignment=16)
 
-        if self.copies_rows:
-            num_words = shape.num_experts_per_rank + 1
-            add("expert_rows", (num_words,), "rows before each local expert")
         if self.step == "dispatch":
-            add("claims", (2,), "tokens that are shared, and what is fetched")
+            add("claims", (2,), "tokens that are shared first, and what is fetched")
+        if self.step == "combine":
+            add("claims", (1,), "pieces of tokens that are added")
         if self.step == "dispatch" and not self.knows_rows:
             add("slot_counts", (shape.num_experts,), "slots up to the CTA's that name an expert")
             add("expert_begins", (shape.num_experts,), "first row of an expert, on its rank")
@@ -237,6 +241,6 @@ class ThroughputConfig:
             "is_quantized_input": self.is_quantized_input,
             "knows_rows": self.knows_rows,
             "has_int32_topk_idx": self.has_int32_topk_idx,
-            "copies_rows": self.copies_rows,
+            "sends_rows": self.sends_rows,
             "trace": self.trace,
         }

@@ -58,8 +58,9 @@ class AllToAllHandle:
         expert_begin: as in `Received`.
         expert_count: as in `Received`.
         expert_end: as in `Received`.
-        own_rows: int32 [local experts, 2], of each expert's rows the first that is for this rank's
-            tokens, and the end of those.
+        rank_tokens: int32 [ranks], tokens of each.
+        rows_here: int32 [ranks, max_tokens_per_rank, topk], of all ranks' slots the row here, -1 if
+            it is not for this rank; what lies behind a rank's tokens is not written.
     """
 
     layer: object
@@ -70,7 +71,8 @@ class AllToAllHandle:
     expert_begin: torch.Tensor
     expert_count: torch.Tensor
     expert_end: torch.Tensor
-    own_rows: torch.Tensor
+    rank_tokens: torch.Tensor
+    rows_here: torch.Tensor
 
     def __repr__(self) -> str:
         return f"AllToAllHandle(dispatch {self.number} of {self.num_tokens} tokens)"
@@ -286,8 +288,9 @@ class AllToAll(SplitLayer):
 
         Args:
             y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; those of no token
-                are not looked at. Those for other ranks are copied before they are added, unless y
-                is `get_combine_buffer()`.
+                are not looked at. On all ranks `get_combine_buffer()`, from which other ranks fetch
+                their rows, or on none: then rows are sent to the tokens' ranks, over what that
+                buffer holds.
             handle: what the dispatch returned.
             topk_weights: float32 [tokens, topk]; None: the plain sum, which is dispatch's gradient
                 too.
@@ -424,7 +427,7 @@ class AllToAll(SplitLayer):
             "expert_begin": handle.expert_begin,
             "expert_count": handle.expert_count,
             "expert_end": handle.expert_end,
-            "own_rows": handle.own_rows,
+            "rank_tokens": handle.rank_tokens,
         }
         read = {"x": x, "x_sf": x_sf, "topk_idx": topk_idx, "topk_weights": topk_weights}
         written = {
@@ -436,7 +439,7 @@ class AllToAll(SplitLayer):
         if config.knows_rows:
             read.update(places)
         else:
-            written.update(places)
+            written.update(places, rows_here=handle.rows_here)
             self._num_dispatches += 1
         return self._launch(config, handle.number, args, read, written), (received, handle)
 
@@ -471,15 +474,14 @@ class AllToAll(SplitLayer):
             self._buffer.occupied.refuse_tensor("y", y)
         out = self._out_rows(out, num_tokens, {"y": y, "topk_weights": topk_weights})
         config = self._config(
-            "combine", has_weights=topk_weights is not None, copies_rows=not is_here
+            "combine", has_weights=topk_weights is not None, sends_rows=not is_here
         )
         read = {
             "y": None if is_here else y,
             "topk_weights": topk_weights,
             "slot_rows": handle.slot_rows,
-            "expert_begin": handle.expert_begin,
-            "expert_count": handle.expert_count,
-            "own_rows": handle.own_rows,
+            "rank_tokens": handle.rank_tokens,
+            "rows_here": handle.rows_here,
         }
         launch = self._launch(config, handle.number, self._args(handle), read, {"out": out})
         return launch, out
@@ -514,6 +516,7 @@ class AllToAll(SplitLayer):
             "token_format": config.token_format,
             "handle": config.knows_rows,
             "topk_weights": config.has_weights,
+            "y in the combine buffer": config.step == "combine" and not config.sends_rows,
         }
 
     def _config(self, step: Step, **fields: Any) -> ThroughputConfig:
@@ -573,7 +576,10 @@ class AllToAll(SplitLayer):
             expert_begin=begin,
             expert_count=count,
             expert_end=end,
-            own_rows=self._empty((shape.num_experts_per_rank, 2), torch.int32),
+            rank_tokens=self._empty((shape.num_ranks,), torch.int32),
+            rows_here=self._empty(
+                (shape.num_ranks, shape.max_tokens_per_rank, shape.num_topk), torch.int32
+            ),
         )
 
     def _empty_received(
@@ -635,5 +641,5 @@ class AllToAll(SplitLayer):
 
     def _combine_rows(self) -> torch.Tensor:
         shape = self.shape
-        rows = self._segment("rows").view(self.dtype)
-        return rows.view(shape.max_recv_rows, shape.hidden)
+        rows = self._segment("rows").view(self.dtype).view(-1, shape.hidden)
+        return rows[: shape.max_recv_rows]

@@ -50,8 +50,8 @@ def gpu_configs(num_ranks: int) -> Iterator[ThroughputConfig]:
     for name in ALL_TO_ALL_FORMATS:
         yield ThroughputConfig(shape, "dispatch", *common, has_weights=True, token_format=name)
     yield ThroughputConfig(shape, "dispatch", *common, has_weights=True, knows_rows=True)
-    for copies_rows in (False, True):
-        yield ThroughputConfig(shape, "combine", *common, has_weights=True, copies_rows=copies_rows)
+    for sends_rows in (False, True):
+        yield ThroughputConfig(shape, "combine", *common, has_weights=True, sends_rows=sends_rows)
     yield ThroughputConfig(shape, "scalars", *common)
 
 

@@ -45,11 +45,11 @@ def outcome(schedule: Any, seed: int) -> str:
 
     def run() -> bool:
         layer = EmulatedThroughputAllToAll(
-            2, 8, 384, 8, 4, 160, expert_alignment=8, num_sms=3, timeout_s=0.01, schedule_seed=seed
+            2, 40, 384, 8, 4, 320, expert_alignment=8, num_sms=2, timeout_s=0.01, schedule_seed=seed
         )
         calls = [
             random_inputs(layer.shape, counts, seed=seed)
-            for seed, counts in enumerate([(8, 5), (3, 8), (8, 7)])
+            for seed, counts in enumerate([(40, 21), (3, 8), (8, 33)])
         ]
         queues: list[list[Any]] = [[], []]
         results: list[list[Any]] = [[], []]

@@ -12,7 +12,20 @@ THROUGHPUT_MUTATIONS = (
     M("two_of_a_kind_do_not_meet", instead("same_kind_meets", "return true;"), "race|result"),
     M("last_step_forgotten", removed("step_kept"), "race|result"),
     M("rounds_not_counted", removed("rounds_counted"), "race|timeout"),
+    M("part_told_before_written", removed("part_written"), "race"),
+    M(
+        "part_not_released",
+        replaced("part_released", "red_add_release_sys", "red_add_relaxed_gpu"),
+        "race",
+    ),
+    M(
+        "part_not_acquired",
+        replaced("part_acquired", "ptx::ld_acquire_sys(", "ptx::ld_relaxed_sys((const uint32_t*)"),
+        "race",
+    ),
     # ---- dispatch, sending
+    M("rest_told_before_written", removed("rest_written"), "race"),
+    M("tokens_not_told", removed("tokens_told"), ANYTHING),
     M("counted_before_cleared", removed("slot_counts_cleared"), "race"),
     M("placed_before_earlier_counted", removed("earlier_counted"), "race"),
     M("earlier_slots_forgotten", removed("earlier_added"), ANYTHING),
@@ -27,9 +40,16 @@ THROUGHPUT_MUTATIONS = (
     M("total_one_too_high", replaced("total_published", "count", "count + 1"), ANYTHING),
     # ---- dispatch, receiving
     M("counts_of_others_not_awaited", removed("counts_of_all_awaited"), ANYTHING),
-    M("tokens_of_others_not_awaited", removed("tokens_of_all_awaited"), ANYTHING),
+    M(
+        "tokens_of_others_not_awaited",
+        replaced("part_awaited", "!wait.reach(i / Config::num_ranks)", "false"),
+        ANYTHING,
+    ),
     M("experts_placed_before_summed", removed("totals_summed"), "race|misuse"),
-    M("places_used_before_shared", instead("arrivals_passed_on", "return true;"), "race|misuse"),
+    M("counts_used_before_shared", instead("arrivals_passed_on", "return true;"), "race|misuse"),
+    M("places_used_before_shared", instead("places_passed_on", "return true;"), "race|misuse"),
+    M("tokens_of_ranks_forgotten", removed("rank_tokens_told"), ANYTHING),
+    M("rows_here_forgotten", removed("row_here_told"), ANYTHING),
     M("experts_begin_at_their_end", replaced("expert_placed", "begin", "expert_end"), ANYTHING),
     M(
         "overflow_not_seen",
@@ -56,15 +76,19 @@ THROUGHPUT_MUTATIONS = (
     M("weight_not_told", removed("weight_told"), "result"),
     M("padding_not_cleared", removed("padding_cleared"), "result"),
     # ---- combine
-    M("rows_not_awaited", removed("rows_of_all_awaited"), ANYTHING),
-    M("rows_without_gaps", replaced("row_shared", "rows.first(local_expert_idx)", "0u"), ANYTHING),
+    M("rows_not_awaited", replaced("piece_awaited", "wait.reach(i)", "true"), ANYTHING),
+    M(
+        "rows_of_the_next_slot",
+        replaced("row_sent_to_slot", "+ slot_idx", "+ slot_idx + 1"),
+        ANYTHING,
+    ),
+    M("rows_of_the_first_slot", replaced("row_shared", "[slot_idx]", "[0]"), ANYTHING),
     M(
         "rows_of_the_own_experts",
         replaced("row_returned", "ranks.of(rank_idx)", "ranks.local()"),
         ANYTHING,
+        test="test_throughput::test_rows_that_experts_wrote_into_the_buffer_are_fetched_from_there",
     ),
-    M("own_rows_end_late", replaced("own_rows_told", "begin +", "1 + begin +"), ANYTHING),
-    M("rows_of_others_stay", replaced("own_row_stays", "is_own", "!is_own"), ANYTHING),
     M(
         "own_rows_of_the_first",
         replaced("own_row_added", "RankRow::row_idx(word)", "RankRow::row_idx(0u)"),

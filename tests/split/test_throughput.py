@@ -24,6 +24,8 @@ from .throughput_reference import (
     random_inputs,
 )
 
+UNITS_PER_ROUND = 32  # of split/parts.cuh
+
 
 def ranks(
     num_ranks: int = 2,
@@ -243,10 +245,59 @@ def test_rounds_are_counted_past_32_bits() -> None:
         for own in layer.layers:
             own._segment("num_rounds").view(torch.int32).fill_(-1)
             own._segment("num_counts").view(torch.int32).fill_(-1)
-            own._segment("arrivals").view(torch.int32).fill_(-4)
+            own._segment("arrivals").view(torch.int32).fill_(-UNITS_PER_ROUND)
             own._segment("count_arrivals").view(torch.int32).fill_(-1)
         for seed in range(2):
             check_call(layer, random_inputs(layer.shape, (8, 5), seed))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tokens_go_in_parts(schedule: str) -> None:
+    """A CTA's 45 tokens are six parts of a dispatch; their 90 pieces are six parts of a combine.
+    Other ranks have fewer of both, and none. Steps are queued, so that ranks run ahead."""
+    sizes = {"num_ranks": 3, "hidden": 384, "num_experts": 6, "max_tokens_per_rank": 90}
+    with ranks(**sizes, max_recv_rows=512, num_sms=2, token_format="bf16") as layer:
+        calls = [
+            random_inputs(layer.shape, counts, seed=seed)
+            for seed, counts in enumerate([(90, 37, 0), (0, 1, 85), (64, 64, 64)])
+        ]
+        queues: list[list[Any]] = [[] for _ in range(3)]
+        results: list[list[Any]] = [[] for _ in range(3)]
+        for rank, own in enumerate(layer.layers):
+            for inputs in calls:
+                x, ids = inputs.xs[rank], inputs.topk_idxs[rank]
+                launch, received = own.prepare_dispatch(x, ids)
+                again, same = own.prepare_dispatch(x, handle=received[1])
+                combine, out = own.prepare_combine(inputs.ys[rank], received[1])
+                queues[rank] += [launch, again, combine]
+                results[rank].append((received[0], same[0], out))
+        layer.run(queues, schedule=schedule)
+        for rank in range(3):
+            for inputs, (received, same, out) in zip(calls, results[rank], strict=True):
+                for of_dispatch in (received, same):
+                    check_received(layer.shape, of_dispatch, rank, inputs.topk_idxs, inputs.xs)
+                expected = expected_sums(layer.shape, rank, inputs.topk_idxs, inputs.ys)
+                assert torch.equal(bits(out), bits(expected))
+
+
+def test_more_tokens_of_a_cta_than_there_are_parts_of_the_least_size() -> None:
+    """300 tokens are 30 parts of ten tokens, and 31 parts of 10 pieces or more."""
+    with ranks(max_tokens_per_rank=300, hidden=128, num_sms=1, max_recv_rows=2048) as layer:
+        check_call(layer, random_inputs(layer.shape, (300, 270)))
+
+
+def test_a_ctas_parts_that_do_not_come_name_their_rank() -> None:
+    """Rank 1 has fewer tokens, and is there for the dispatch alone."""
+    with ranks(num_ranks=3, num_experts=6, max_tokens_per_rank=40, timeout_s=0.01) as layer:
+        inputs = random_inputs(layer.shape, (40, 3, 40))
+        handles = handles_of(layer.dispatch(inputs.xs, inputs.topk_idxs))
+        taking_part = [0, 2]
+        with pytest.raises(MegaMoETimeoutError, match=r"missing: rank 1\)"):
+            layer.combine(
+                [inputs.ys[rank] for rank in taking_part],
+                [handles[rank] for rank in taking_part],
+                ranks=taking_part,
+            )
 
 
 def test_no_tokens_at_all() -> None:

@@ -16,7 +16,7 @@ KINDS = {
     "mxfp8": {"step": "dispatch", "token_format": "mxfp8"},
     "given_fp8": {"step": "dispatch", "token_format": "fp8_128", "is_quantized_input": True},
     "again": {"step": "dispatch", "has_weights": True, "knows_rows": True},
-    "combine": {"step": "combine", "has_weights": True, "copies_rows": True},
+    "combine": {"step": "combine", "has_weights": True, "sends_rows": True},
     "fetched": {"step": "combine"},
     "scalars": {"step": "scalars"},
 }

@@ -34,6 +34,7 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     const CallState state(local);
     const uint32_t call_idx = *args.call_idx;
     const ActiveRanks<Config> active(local);
+    const FirstCounts<Config> counts(args.recv_count);
     Waiter waiter(args);
     bool is_sound = resume_call<Config>(state, call_idx, waiter);
     const uint32_t half = half_of(call_idx);
@@ -56,7 +57,7 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
         if (is_sound) {
             const PhaseSpan<Config> span(args, SplitPhase::copy_and_put);
             if constexpr (!Config::fetches_rows) {
-                send_rows(args, ranks, active, shared_memory, half);
+                send_rows(args, ranks, active, shared_memory, half, counts);
             }
             arrive();
         }

@@ -26,6 +26,13 @@
 
 namespace deep_moe {
 
+// With few tokens the last CTAs have none: they are free for the counts, and for what the next call
+// needs.
+template <class Config>
+inline constexpr uint32_t counting_cta = Config::num_ctas - 1;
+template <class Config>
+inline constexpr uint32_t clearing_cta = Config::num_ctas > 2 ? Config::num_ctas - 2 : 0;
+
 template <class Config>
 __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
                               const ActiveRanks<Config>& active, uint32_t shared_memory,
@@ -34,13 +41,11 @@ __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<
     const LowLatencyBuffer<Config> local = ranks.local();
     const uint32_t half = half_of(call_idx);
     const TokenCounts<Config> counts(shared_memory);
-    // With few tokens the last CTA has none and is free for the counts; the first CTA always has
-    // some.
-    if (blockIdx.x == 0) {
+    if (blockIdx.x == clearing_cta<Config>) {
         clear_words(local, half);
         if (threadIdx.x == 0) *args.call_idx = call_idx;
     }
-    if (blockIdx.x == Config::num_ctas - 1) {
+    if (blockIdx.x == counting_cta<Config>) {
         const PhaseSpan<Config> span(args, SplitPhase::count_put);
         counts.clear();
         counts.add(args.topk_idx, active, 0, args.num_tokens);
@@ -54,7 +59,8 @@ __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<
             return buffer.dispatch_arrivals(half, ranks.rank_idx());
         });
     }
-    if (ptx::warp_idx() == 0) end_sending(local, waiter);
+    // The first warps wait for what other ranks send.
+    if (ptx::warp_idx() == Config::num_threads / warp_size - 1) end_sending(local, waiter);
 }
 
 // All threads of a CTA: until it knows where tokens go and all of them are here.

@@ -11,6 +11,7 @@
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/arrivals.cuh"
 #include "deep_moe/split/claims.cuh"
+#include "deep_moe/split/cta.cuh"
 #include "deep_moe/split/expert_places.cuh"
 #include "deep_moe/split/phase_span.cuh"
 #include "deep_moe/split/pull_tokens.cuh"
@@ -19,11 +20,13 @@
 #include "deep_moe/split/slot_places.cuh"
 #include "deep_moe/split/step.cuh"
 #include "deep_moe/split/throughput_buffer.cuh"
+#include "deep_moe/split/throughput_warps.cuh"
+#include "deep_moe/split/token_block.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
 
-// A CTA's tokens that are shared, and what it fetches.
+// A CTA's tokens that are shared first, and what it fetches.
 template <class Config>
 struct DispatchClaims {
     Claims tokens;
@@ -41,56 +44,74 @@ struct DispatchClaims {
     }
 };
 
-// All threads of a CTA: what other ranks need to know and to fetch.
+// All threads of a CTA: what other ranks need to know, and the first part of what they fetch.
 template <class Config>
 __device__ void dispatch_share(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
-                               uint32_t shared_memory, const Claims& claims) {
-    const ThroughputBuffer<Config> local = ranks.local();
-    if (blockIdx.x == 0) {
-        for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
-            *ranks.of(i).num_tokens(ranks.rank_idx()) = args.num_tokens;
-        }
-    }
+                               uint32_t shared_memory, const Claims& claims,
+                               const TokenBlock<Config>& block, const TokenParts& parts) {
     constexpr uint32_t sharing_thread = Config::num_threads - warp_size;  // that stamps
     if constexpr (!Config::knows_rows) {
-        using Places = SlotPlaces<Config>;
-        static_assert(Places::num_warps * warp_size <= sharing_thread, "some count, others share");
-        if (ptx::warp_idx() < Places::num_warps) {
+        if (ptx::warp_idx() < SlotPlaces<Config>::num_warps) {
             const PhaseSpan<Config> span(args, SplitPhase::count_put);
-            Places(args, ranks, shared_memory).find();
+            SlotPlaces<Config>(args, ranks, shared_memory).find();
         }
     }
     const PhaseSpan<Config> span(args, SplitPhase::quant_and_put, sharing_thread);
-    share_tokens(args, local, claims);
+    for (uint32_t i = claims.next(); i < parts.end(0); i = claims.next()) {
+        share_token(args, ranks.local(), block.begin + i);
+    }
 }
 
-// All threads of a CTA, which has shared: from the counts of all ranks to where their slots go; to
-// be read behind the wait for the tokens. num_counts: dispatches before this one.
+// The warps that share, while others fetch: all parts but the first.
 template <class Config>
-__device__ void dispatch_place(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
-                               uint32_t shared_memory, uint32_t num_counts, Waiter& waiter) {
+__device__ void dispatch_share_rest(const ThroughputArgs& args,
+                                    const ThroughputRanks<Config>& ranks, const Step<Config>& step,
+                                    const TokenBlock<Config>& block, const TokenParts& parts) {
+    const uint32_t warp = ptx::warp_idx() - fetching_warps<Config>;
+    for (uint32_t part = 1; part < parts.count(); ++part) {
+        for (uint32_t i = parts.begin(part) + warp; i < parts.end(part);
+             i += sharing_warps<Config>) {
+            share_token(args, ranks.local(), block.begin + i);
+        }
+        step.tell_all(warp, [&](uint32_t) { return parts.units(part); });
+    }
+}
+
+// All threads of the group that fetches: from the counts of all ranks to where their slots go.
+// num_counts: dispatches before this one.
+template <class Config>
+__device__ bool dispatch_place(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
+                               const ExpertPlaces<Config>& places, uint32_t num_counts,
+                               const FirstWarps& group, Waiter& waiter) {
     const ThroughputBuffer<Config> local = ranks.local();
     const auto arrivals = [&](uint32_t rank_idx) { return local.count_arrivals(rank_idx); };
     bool have_come = true;
     //~ counts_of_all_awaited
     have_come = await_arrivals<Config>(WaitSite::split_counts, AllRanks{}, arrivals, 1,
-                                       WaitCost(nullptr), waiter, num_counts);
-    const ExpertPlaces<Config> places(shared_memory);
-    if (have_come) places.sum_up(args, local, ranks.rank_idx(), waiter);
+                                       WaitCost(nullptr), waiter, num_counts, group);
+    return have_come && places.sum_up(args, local, ranks.rank_idx(), group, waiter);
 }
 
-// All threads of a CTA, when all ranks have shared.
+// All threads of the group that fetches, which begins while ranks still share.
 template <class Config>
-__device__ void dispatch_pull(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
-                              uint32_t shared_memory, const Claims& claims) {
+__device__ void dispatch_fetch(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
+                               const Step<Config>& step, uint32_t shared_memory,
+                               const Claims& claims, uint32_t num_counts, const FirstWarps& group,
+                               Waiter& waiter) {
     if constexpr (Config::knows_rows) {
+        const PhaseSpan<Config> span(args, SplitPhase::postprocess);
         const KnownRows<Config> rows(args);
-        TokenPull(args, ranks, rows, claims).run();
+        TokenPull(args, ranks, rows, claims).run(step, waiter);
     } else {
         const ExpertPlaces<Config> places(shared_memory);
+        {
+            const PhaseSpan<Config> span(args, SplitPhase::wait);
+            if (!dispatch_place(args, ranks, places, num_counts, group, waiter)) return;
+        }
+        const PhaseSpan<Config> span(args, SplitPhase::postprocess);
         const CountedRows<Config> rows(places, ranks);
-        TokenPull(args, ranks, rows, claims).run();
-        tell_slot_rows(args, ranks.local(), places);  // last: nobody waits for it
+        TokenPull(args, ranks, rows, claims).run(step, waiter);
+        tell_slot_rows(args, ranks.local(), places, group);  // last: nobody waits for it
     }
 }
 
@@ -106,23 +127,30 @@ __device__ __forceinline__ void throughput_dispatch(const ThroughputArgs& args) 
     const DispatchClaims<Config> claims(shared_memory);
     claims.clear();
     const uint32_t num_counts = ptx::ld_relaxed_gpu(ranks.local().num_counts());
-    Step<Config> step(ranks, StepKind::tokens, waiter);
-    bool is_sound = step.begin();
-    if (is_sound) {
-        dispatch_share(args, ranks, shared_memory, claims.tokens);
-        const PhaseSpan<Config> span(args, SplitPhase::wait);
-        step.arrive();
-        if constexpr (!Config::knows_rows) {
-            dispatch_place(args, ranks, shared_memory, num_counts, waiter);
+    Step<Config> step(ranks, StepKind::tokens);
+    if (step.begin(waiter)) {
+        const TokenBlock<Config> block(args.num_tokens);
+        const TokenParts parts(block.size());
+        dispatch_share(args, ranks, shared_memory, claims.tokens, block, parts);
+        {
+            const PhaseSpan<Config> span(args, SplitPhase::wait);  // with counts, until they come
+            step.arrive([&](uint32_t) { return parts.units(0); });
         }
-        is_sound = step.await();  //~ tokens_of_all_awaited
+        if (step.count_on(waiter) && !Config::knows_rows) {
+            SlotPlaces<Config>::count_on(ranks.local());
+        }
+        const bool all_fetch = parts.count() == 1;
+        if (all_fetch || ptx::warp_idx() < fetching_warps<Config>) {
+            const uint32_t num_warps =
+                all_fetch ? Config::num_threads / warp_size : fetching_warps<Config>;
+            const FirstWarps group = {NamedBarrier::fetching, num_warps * warp_size};
+            dispatch_fetch(args, ranks, step, shared_memory, claims.fetches, num_counts, group,
+                           waiter);
+        } else {
+            dispatch_share_rest(args, ranks, step, block, parts);
+        }
     }
-    if (is_sound) {
-        const PhaseSpan<Config> span(args, SplitPhase::postprocess);
-        if (step.count_on() && !Config::knows_rows) SlotPlaces<Config>::count_on(ranks.local());
-        dispatch_pull(args, ranks, shared_memory, claims.fetches);
-    }
-    step.end();
+    step.end(waiter);
     last_anchor<Config>(args);
 }
 

@@ -16,18 +16,16 @@ template <class Config>
 __device__ __forceinline__ void throughput_scalars(const ThroughputArgs& args) {
     const ThroughputRanks<Config> ranks(args);
     Waiter waiter(args);
-    Step<Config> step(ranks, StepKind::scalars, waiter);
-    bool is_sound = step.begin();
-    if (is_sound) {
+    Step<Config> step(ranks, StepKind::scalars);
+    if (step.begin(waiter)) {
         share_scalars(args, ranks.local());
         step.arrive();
-        is_sound = step.await();  //~ scalars_of_all_awaited
+        step.count_on(waiter);
+        bool have_come = true;
+        have_come = step.await_grid(waiter);  //~ scalars_of_all_awaited
+        if (have_come) fetch_scalars(args, ranks);
     }
-    if (is_sound) {
-        step.count_on();
-        fetch_scalars(args, ranks);
-    }
-    step.end();
+    step.end(waiter);
 }
 
 }  // namespace deep_moe

@@ -48,15 +48,15 @@ class WaitCost {
     uint64_t begin_;
 };
 
-// All threads of a CTA: waits until `num_expected` arrivals have come from each rank, above
-// `num_earlier`. `arrivals(rank_idx)`: that rank's word in this rank's buffer. Then the whole CTA
-// may read what was written before these arrivals: one thread per rank acquires it, and the barrier
-// passes it on.
-template <class Config, class Active, class Arrivals>
+// All threads of a CTA, or of a group of its first ones: waits until `num_expected` arrivals have
+// come from each rank, above `num_earlier`. `arrivals(rank_idx)`: that rank's word in this rank's
+// buffer. Then the whole group may read what was written before these arrivals: one thread per rank
+// acquires it, and the barrier passes it on.
+template <class Config, class Active, class Arrivals, class Group = WholeCta<Config>>
 __device__ bool await_arrivals(WaitSite site, const Active& active, const Arrivals& arrivals,
                                uint32_t num_expected, const WaitCost& cost, Waiter& waiter,
-                               uint32_t num_earlier) {
-    for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
+                               uint32_t num_earlier, const Group& group = {}) {
+    for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += group.num_threads) {
         if (!active.contains(i)) continue;
         // A CTA that has seen all come may have come to the next round before this one looks.
         const auto num_arrived = [&] {
@@ -71,7 +71,7 @@ __device__ bool await_arrivals(WaitSite site, const Active& active, const Arriva
         waiter.until(site, num_expected, num_arrived, late_rank);
         cost.add(i);
     }
-    return cta_agrees<Config>(waiter);  //~ arrivals_passed_on
+    return group.agrees(waiter);  //~ arrivals_passed_on
 }
 
 // The same until all CTAs of all ranks have arrived `num_rounds` times.

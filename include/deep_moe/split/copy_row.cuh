@@ -9,26 +9,39 @@
 
 namespace deep_moe {
 
-// A row of BF16, by a whole warp.
+// A part of a row of BF16, as much of it as a warp loads at once; read when this is made.
 template <class Config>
-__device__ void copy_row(void* to, const void* from) {
-    constexpr uint32_t num_chunks = Config::hidden * sizeof(uint16_t) / sizeof(uint4);
-    constexpr uint32_t loads_at_once = equal_loads(ceil_div(num_chunks, warp_size), 16);
-#pragma unroll 1
-    for (uint32_t first = ptx::lane_idx(); first < num_chunks; first += loads_at_once * warp_size) {
-        uint4 chunks[loads_at_once];
+class RowPart {
+    static constexpr uint32_t num_chunks = Config::hidden * sizeof(uint16_t) / sizeof(uint4);
+    static constexpr uint32_t chunks_per_lane = ceil_div(num_chunks, warp_size);
+    static constexpr uint32_t loads = equal_loads(chunks_per_lane, 16);
+
+ public:
+    static constexpr uint32_t per_row = ceil_div(chunks_per_lane, loads);
+
+    // A whole warp.
+    __device__ RowPart(const void* row, uint32_t part)
+        : first_(part * loads * warp_size + ptx::lane_idx()) {
 #pragma unroll
-        for (uint32_t i = 0; i < loads_at_once; ++i) {
-            const uint32_t chunk_idx = first + i * warp_size;
-            if (chunk_idx < num_chunks) chunks[i] = static_cast<const uint4*>(from)[chunk_idx];
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < loads_at_once; ++i) {
-            const uint32_t chunk_idx = first + i * warp_size;
-            if (chunk_idx < num_chunks) static_cast<uint4*>(to)[chunk_idx] = chunks[i];
+        for (uint32_t i = 0; i < loads; ++i) {
+            if (has_chunk(i)) chunks_[i] = static_cast<const uint4*>(row)[chunk_idx(i)];
         }
     }
-    __syncwarp();
-}
+
+    // The same part of another row.
+    __device__ void store(void* row) const {
+#pragma unroll
+        for (uint32_t i = 0; i < loads; ++i) {
+            if (has_chunk(i)) static_cast<uint4*>(row)[chunk_idx(i)] = chunks_[i];
+        }
+    }
+
+ private:
+    __device__ uint32_t chunk_idx(uint32_t i) const { return first_ + i * warp_size; }
+    __device__ bool has_chunk(uint32_t i) const { return chunk_idx(i) < num_chunks; }
+
+    uint32_t first_;
+    uint4 chunks_[loads];
+};
 
 }  // namespace deep_moe

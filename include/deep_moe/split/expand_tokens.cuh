@@ -46,7 +46,10 @@ class TokenExpansion {
         if (ptx::lane_idx() < Config::num_topk) {
             row_of_expert = header[LowLatencyBuffer<Config>::num_header_words + ptx::lane_idx()];
         }
-        const LoadedScales<Config> scales(staged_scales(rank_idx, slot_idx));  // while it comes
+        // While it comes.
+        const LoadedScales<Config> scales(staged_scales(rank_idx, slot_idx));
+        LoadedRow<Format::num_chunks, most_loads_at_once> values(
+            reinterpret_cast<const uint4*>(local_.staged_values(half_, rank_idx, slot_idx)));
         const uint32_t slots = __ballot_sync(full_warp, row_of_expert != RowOfExpert::none);
         uint32_t row = 0;  // of all experts' rows
         if (row_of_expert != RowOfExpert::none) {
@@ -57,10 +60,7 @@ class TokenExpansion {
             tell_source(args_, ranks_, half_, row, rank_idx, header[0], ptx::lane_idx(),
                         header[LowLatencyBuffer<Config>::num_header_words - 1]);
         }
-        const auto* const staged =
-            reinterpret_cast<const uint4*>(local_.staged_values(half_, rank_idx, slot_idx));
-        spread_row<Format::num_chunks, most_loads_at_once>(static_cast<uint4*>(args_.recv_x),
-                                                           staged, slots, row);
+        values.spread(static_cast<uint4*>(args_.recv_x), slots, row);
         if constexpr (Format::is_quantized) {
             const auto scale_word = [&](uint32_t slot_row, uint32_t column) {
                 return scale_word_of_row<Config>(args_, slot_row, column);

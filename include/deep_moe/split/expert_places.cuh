@@ -27,19 +27,26 @@ class ExpertPlaces {
           own_rows_(shared_memory + Config::Smem::own_rows_offset),
           first_rows_(shared_memory + Config::Smem::first_rows_offset) {}
 
-    // All threads of a CTA, when all ranks' counts are here. Fails if a rank's rows do not fit. The
-    // first CTA tells the caller of its own rank's experts. The others may read it behind a barrier
-    // that votes, such as that of `Step::await`.
-    __device__ void sum_up(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
-                           uint32_t rank_idx, Waiter& waiter) const {
-        for (uint32_t i = threadIdx.x; i < Config::num_experts; i += Config::num_threads) {
+    // All threads of a group, when all ranks' counts are here. Fails if a rank's rows do not fit.
+    // The first CTA tells the caller of its own rank's experts, and of all ranks' tokens. False if
+    // this rank gave up.
+    __device__ bool sum_up(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
+                           uint32_t rank_idx, const FirstWarps& group, Waiter& waiter) const {
+        for (uint32_t i = threadIdx.x; i < Config::num_experts; i += group.num_threads) {
             sum_up_expert(local, rank_idx, i);
         }
-        cta_sync<Config>();  //~ totals_summed
+        if (blockIdx.x == 0) {
+            for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += group.num_threads) {
+                const auto num_tokens = static_cast<int32_t>(*local.num_tokens(i));
+                args.rank_tokens[i] = num_tokens;  //~ rank_tokens_told
+            }
+        }
+        group.sync();  //~ totals_summed
         for (uint32_t i = ptx::warp_idx(); i < Config::num_ranks;
-             i += Config::num_threads / warp_size) {
+             i += group.num_threads / warp_size) {
             place_experts(args, i, i == rank_idx && blockIdx.x == 0, waiter);
         }
+        return group.agrees(waiter);  //~ places_passed_on
     }
 
     // The row, on its owner, of this rank's first slot that names an expert.
@@ -115,7 +122,6 @@ class ExpertPlaces {
                 args.expert_begin[i] = static_cast<int32_t>(begin);
                 args.expert_count[i] = static_cast<int32_t>(count);
                 args.expert_end[i] = static_cast<int32_t>(expert_end);
-                tell_own_rows(args, rank_idx, i, begin);
             }
             begin = expert_end;
         }
@@ -126,16 +132,6 @@ class ExpertPlaces {
             waiter.fail(WaitCode::recv_overflow, WaitSite::none, Config::max_recv_rows, end,
                         overflowing);
         }
-    }
-
-    // For combine, which need not copy the rows that are for its own rank.
-    __device__ void tell_own_rows(const ThroughputArgs& args, uint32_t rank_idx,
-                                  uint32_t local_expert_idx, uint32_t begin) const {
-        const uint32_t first = ptx::ld_shared_u32(first_row_word(local_expert_idx, rank_idx));
-        const uint32_t end = ptx::ld_shared_u32(first_row_word(local_expert_idx, rank_idx + 1));
-        int32_t* const range = args.own_rows + 2 * local_expert_idx;
-        range[0] = static_cast<int32_t>(begin + first);
-        range[1] = static_cast<int32_t>(begin + end);  //~ own_rows_told
     }
 
     __device__ uint32_t first_row_word(uint32_t expert_idx, uint32_t source_rank) const {
@@ -150,13 +146,13 @@ class ExpertPlaces {
     uint32_t first_rows_;
 };
 
-// All threads of a CTA: for the steps that follow, where the slots of its tokens went.
+// All threads of a group: for the steps that follow, where the slots of the CTA's tokens went.
 template <class Config>
 __device__ void tell_slot_rows(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
-                               const ExpertPlaces<Config>& places) {
+                               const ExpertPlaces<Config>& places, const FirstWarps& group) {
     const TokenBlock<Config> block(args.num_tokens);
     for (uint32_t i = block.begin * Config::num_topk + threadIdx.x;
-         i < block.end * Config::num_topk; i += Config::num_threads) {
+         i < block.end * Config::num_topk; i += group.num_threads) {
         const uint32_t word = *local.slot_words(i);
         uint32_t row = RankRow::none;
         if (word != PlaceAtExpert::none) {

@@ -10,6 +10,32 @@
 
 namespace deep_moe {
 
+// The first counts of the local experts' rows, in lanes of the first warp; on their way when this
+// is made.
+template <class Config>
+class FirstCounts {
+ public:
+    static constexpr uint32_t number = ceil_div(uint32_t{Config::num_experts_per_rank}, warp_size);
+    static constexpr uint32_t at_once = min(8u, number);
+
+    __device__ explicit FirstCounts(const int32_t* recv_count) {
+        if (ptx::warp_idx() == 0) load(recv_count, 0);
+    }
+    // Of the counts from first * warp_size on.
+    __device__ void load(const int32_t* recv_count, uint32_t first) {
+#pragma unroll
+        for (uint32_t j = 0; j < at_once; ++j) {
+            const uint32_t i = (first + j) * warp_size + ptx::lane_idx();
+            counts_[j] =
+                i < Config::num_experts_per_rank ? static_cast<uint32_t>(recv_count[i]) : 0;
+        }
+    }
+    __device__ uint32_t get(uint32_t j) const { return counts_[j]; }
+
+ private:
+    uint32_t counts_[at_once];
+};
+
 // Rows of all local experts before each of them, and all; in shared memory, u32[E_local + 1].
 template <class Config>
 class ExpertRows {
@@ -18,26 +44,18 @@ class ExpertRows {
         : words_(shared_memory + Config::Smem::expert_rows_offset) {}
 
     // All threads of a CTA; a barrier stands behind it.
-    __device__ void sum_up(const int32_t* recv_count) const {
+    __device__ void sum_up(const int32_t* recv_count, FirstCounts<Config> counts) const {
         if (ptx::warp_idx() == 0) {
-            constexpr uint32_t num_counts =
-                ceil_div(uint32_t{Config::num_experts_per_rank}, warp_size);
-            constexpr uint32_t loads_at_once = min(8u, num_counts);
+            constexpr uint32_t at_once = FirstCounts<Config>::at_once;
             uint32_t num_before = 0;
             if (ptx::lane_idx() == 0) ptx::st_shared_u32(words_, 0);
 #pragma unroll 1
-            for (uint32_t first = 0; first < num_counts; first += loads_at_once) {
-                uint32_t counts[loads_at_once];
+            for (uint32_t first = 0; first < FirstCounts<Config>::number; first += at_once) {
+                if (first != 0) counts.load(recv_count, first);
 #pragma unroll
-                for (uint32_t j = 0; j < loads_at_once; ++j) {
+                for (uint32_t j = 0; j < at_once; ++j) {
                     const uint32_t i = (first + j) * warp_size + ptx::lane_idx();
-                    counts[j] =
-                        i < Config::num_experts_per_rank ? static_cast<uint32_t>(recv_count[i]) : 0;
-                }
-#pragma unroll
-                for (uint32_t j = 0; j < loads_at_once; ++j) {
-                    const uint32_t i = (first + j) * warp_size + ptx::lane_idx();
-                    const uint32_t end = num_before + ptx::inclusive_sum(counts[j]);
+                    const uint32_t end = num_before + ptx::inclusive_sum(counts.get(j));
                     if (i < Config::num_experts_per_rank) {
                         ptx::st_shared_u32(words_ + (i + 1) * sizeof(uint32_t), end);
                     }

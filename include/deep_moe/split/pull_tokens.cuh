@@ -8,12 +8,15 @@
 #include "deep_moe/ptx/convert.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/claims.cuh"
+#include "deep_moe/split/parts.cuh"
 #include "deep_moe/split/pulled_rows.cuh"
 #include "deep_moe/split/share_tokens.cuh"
 #include "deep_moe/split/spread_row.cuh"
+#include "deep_moe/split/step.cuh"
 #include "deep_moe/split/throughput_buffer.cuh"
 #include "deep_moe/split/token_block.cuh"
 #include "deep_moe/split/token_format.cuh"
+#include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
 
@@ -27,10 +30,10 @@ __device__ __forceinline__ uint4 multiply_chunk(uint4 chunk, float factor) {
     return {multiply(chunk.x), multiply(chunk.y), multiply(chunk.z), multiply(chunk.w)};
 }
 
-// All warps of the grid, when all ranks' tokens may be fetched. A CTA takes the same part of every
-// rank's tokens, so that every pair of ranks is busy all the time, and every num_ctas-th padding
-// row. Its warps claim both, with padding spread evenly among tokens. So the work of the links and
-// of this GPU's memory goes on side by side to the end.
+// Any warps of all CTAs. A CTA takes the same part of every rank's tokens, so that every pair of
+// ranks is busy all the time, and every num_ctas-th padding row. Its warps claim both, with padding
+// spread evenly among tokens. So the work of the links and of this GPU's memory goes on side by
+// side to the end. A token is waited for before it is fetched.
 //
 // `Rows`: CountedRows or KnownRows.
 template <class Config, class Rows>
@@ -48,9 +51,11 @@ class TokenPull {
  public:
     __device__ TokenPull(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
                          const Rows& rows, const Claims& claims)
-        : args_(args), ranks_(ranks), local_(ranks.local()), rows_(rows), claims_(claims) {}
+        : args_(args), ranks_(ranks), rows_(rows), claims_(claims) {}
 
-    __device__ void run() const {
+    __device__ void run(const Step<Config>& step, Waiter& waiter) const {
+        const auto parts_of = [&](uint32_t source) { return TokenParts(block_of(source).size()); };
+        PartWait<Config, Step<Config>, decltype(parts_of)> wait(step, parts_of, waiter);
         const uint32_t num_tokens = longest_block() * Config::num_ranks;
         const uint32_t num_items = num_tokens + gaps_per_cta;
         const auto tokens_before = [&](uint32_t item) {
@@ -59,20 +64,27 @@ class TokenPull {
         for (uint32_t item = claims_.next(); item < num_items; item = claims_.next()) {
             const uint32_t i = tokens_before(item);
             if (tokens_before(item + 1) != i) {
+                if (!wait.reach(i / Config::num_ranks)) return;  //~ part_awaited
                 pull_item(i);
             } else {
                 clear_gap(item - i);
             }
         }
+        wait.reach_end();
     }
 
  private:
     __device__ void pull_item(uint32_t i) const {
         // CTAs begin with different ranks, and ranks do, too.
         const uint32_t source = (blockIdx.x + ranks_.rank_idx() + i) % Config::num_ranks;
-        const TokenBlock<Config> block(*local_.num_tokens(source));
+        const TokenBlock<Config> block = block_of(source);
         const uint32_t token_idx = block.begin + i / Config::num_ranks;
         if (token_idx < block.end) pull(source, token_idx);
+    }
+
+    // The tokens of a rank that this CTA takes.
+    __device__ TokenBlock<Config> block_of(uint32_t source) const {
+        return TokenBlock<Config>(rows_.num_tokens(source));
     }
 
     __device__ void clear_gap(uint32_t i) const {
@@ -89,7 +101,7 @@ class TokenPull {
     __device__ uint32_t longest_block() const {
         uint32_t longest = 0;
         for (uint32_t i = ptx::lane_idx(); i < Config::num_ranks; i += warp_size) {
-            longest = max(longest, TokenBlock<Config>(*local_.num_tokens(i)).size());
+            longest = max(longest, block_of(i).size());
         }
         return ptx::redux_sync_max(longest);
     }
@@ -103,6 +115,13 @@ class TokenPull {
             row = rows_.row_of(*buffer.slot_words(slot_idx), source);
         }
         const bool is_here = row != not_here;
+        if constexpr (!Rows::are_known) {
+            if (ptx::lane_idx() < Config::num_topk) {
+                const uint32_t first_token = source * Config::max_tokens_per_rank;
+                args_.rows_here[uint64_t{first_token} * Config::num_topk + slot_idx] =
+                    static_cast<int32_t>(row);  //~ row_here_told
+            }
+        }
         const uint32_t slots = __ballot_sync(full_warp, is_here);
         if (slots == 0) return;
         if (args_.row_ids != nullptr && is_here) {
@@ -159,7 +178,6 @@ class TokenPull {
 
     const ThroughputArgs& args_;
     const ThroughputRanks<Config>& ranks_;
-    const ThroughputBuffer<Config> local_;
     const Rows& rows_;
     const Claims claims_;
 };

@@ -28,6 +28,10 @@ class CountedRows {
         return places_.first_row(expert_idx, source) + PlaceAtExpert::place(word);  //~ row_pulled
     }
 
+    __device__ uint32_t num_tokens(uint32_t source) const {
+        return *ranks_.local().num_tokens(source);
+    }
+
     // Behind a local expert's last row.
     __device__ uint32_t end_of(uint32_t local_expert_idx) const {
         return places_.end_of(ranks_.rank_idx() * Config::num_experts_per_rank + local_expert_idx);
@@ -49,6 +53,10 @@ class KnownRows {
     __device__ uint32_t row_of(uint32_t word, uint32_t) const {
         if (word == RankRow::none || RankRow::rank_idx(word) != args_.rank_idx) return not_here;
         return RankRow::row_idx(word);  //~ row_pulled_again
+    }
+
+    __device__ uint32_t num_tokens(uint32_t source) const {
+        return static_cast<uint32_t>(args_.rank_tokens[source]);
     }
 
     // Behind a local expert's last row.

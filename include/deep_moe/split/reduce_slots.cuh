@@ -1,8 +1,6 @@
 // Combine, receiving: out[token] = sum of weight * row over the token's used slots, in slot order.
 // Products and sums are in FP32, each rounded; the end is rounded once, to BF16 or FP16 as the
 // rows.
-//
-// A warp takes 32 neighbouring chunks of 8 values of a token.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -47,45 +45,20 @@ struct SlotRow {
     float weight;
 };
 
-// All warps of the grid. `find_row(token_idx)`, for a whole warp: the SlotRow of the slot that the
-// lane stands for; unused behind the last slot.
-template <class Config, class FindRow>
-class SlotReduction {
-    static constexpr uint32_t num_warps = Config::num_threads / warp_size;
+// A whole warp: 32 neighbouring chunks of a token.
+template <class Config>
+class SlotSum {
     static constexpr uint32_t num_chunks = Config::hidden * sizeof(uint16_t) / sizeof(uint4);
-    static constexpr uint32_t num_parts = ceil_div(num_chunks, warp_size);
 
  public:
-    // out: bf16 or fp16 [num_tokens, hidden].
-    __device__ SlotReduction(void* out, uint32_t num_tokens, const FindRow& find_row)
-        : out_(out), num_items_(num_tokens * num_parts), find_row_(find_row) {}
+    static constexpr uint32_t num_pieces = ceil_div(num_chunks, warp_size);  // of a token
 
-    // Finds the first row, during the wait for others if it can be known by then.
-    __device__ void begin() {
-        if (first_item() < num_items_) next_slot_ = find_row_(first_item() / num_parts);
-    }
-
-    // Behind `begin`, when all rows are here, or complete where they are.
-    __device__ void run() {
-        for (uint32_t i = first_item(); i < num_items_; i += num_warps * Config::num_ctas) {
-            add(i);
-        }
-    }
-
- private:
-    static __device__ uint32_t first_item() {
-        return ptx::warp_idx() * Config::num_ctas + blockIdx.x;
-    }
-
-    __device__ void add(uint32_t i) {
+    // out: bf16 or fp16 [tokens, hidden]. slot: of the token's that the lane stands for.
+    static __device__ void add(void* out, uint32_t token_idx, uint32_t piece_idx,
+                               const SlotRow& slot) {
         constexpr uint32_t loads_at_once = min(8u, Config::num_topk);
-        const uint32_t token_idx = i / num_parts;
-        const uint32_t chunk_idx = i % num_parts * warp_size + ptx::lane_idx();
+        const uint32_t chunk_idx = piece_idx * warp_size + ptx::lane_idx();
         const bool is_valid = chunk_idx < num_chunks;
-        const SlotRow slot = next_slot_;
-        // The next one is looked up while the rows of this one are on their way.
-        const uint32_t next = i + num_warps * Config::num_ctas;
-        if (next < num_items_) next_slot_ = find_row_(next / num_parts);
         const uint32_t used = __ballot_sync(full_warp, slot.address != 0);
         float sums[8] = {};
 #pragma unroll 1
@@ -106,10 +79,44 @@ class SlotReduction {
         }
         if (is_valid) {
             constexpr bool is_fp16 = Config::is_fp16;
-            static_cast<uint4*>(out_)[uint64_t{token_idx} * num_chunks + chunk_idx] = {
+            static_cast<uint4*>(out)[uint64_t{token_idx} * num_chunks + chunk_idx] = {
                 rounded_pair<is_fp16>(sums[1], sums[0]), rounded_pair<is_fp16>(sums[3], sums[2]),
                 rounded_pair<is_fp16>(sums[5], sums[4]), rounded_pair<is_fp16>(sums[7], sums[6])};
         }
+    }
+};
+
+// All warps of the grid. `find_row(token_idx)`, for a whole warp: the SlotRow of the slot that the
+// lane stands for; unused behind the last slot.
+template <class Config, class FindRow>
+class SlotReduction {
+    static constexpr uint32_t num_warps = Config::num_threads / warp_size;
+    static constexpr uint32_t num_pieces = SlotSum<Config>::num_pieces;
+
+ public:
+    // out: bf16 or fp16 [num_tokens, hidden].
+    __device__ SlotReduction(void* out, uint32_t num_tokens, const FindRow& find_row)
+        : out_(out), num_items_(num_tokens * num_pieces), find_row_(find_row) {}
+
+    // Finds the first row, during the wait for others if it can be known by then.
+    __device__ void begin() {
+        if (first_item() < num_items_) next_slot_ = find_row_(first_item() / num_pieces);
+    }
+
+    // Behind `begin`, when all rows are here, or complete where they are.
+    __device__ void run() {
+        for (uint32_t i = first_item(); i < num_items_; i += num_warps * Config::num_ctas) {
+            const SlotRow slot = next_slot_;
+            // The next one is looked up while the rows of this one are on their way.
+            const uint32_t next = i + num_warps * Config::num_ctas;
+            if (next < num_items_) next_slot_ = find_row_(next / num_pieces);
+            SlotSum<Config>::add(out_, i / num_pieces, i % num_pieces, slot);
+        }
+    }
+
+ private:
+    static __device__ uint32_t first_item() {
+        return ptx::warp_idx() * Config::num_ctas + blockIdx.x;
     }
 
     void* out_;

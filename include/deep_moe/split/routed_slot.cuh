@@ -28,34 +28,27 @@ struct RoutedSlot {
     __device__ bool is_first_of_rank() const { return is_used() && first_slot_of_rank == slot_idx; }
 };
 
-// Lanes per token, if several tokens share a warp.
-template <class Config>
-__device__ constexpr uint32_t slot_lanes() {
-    static_assert(Config::num_topk <= warp_size, "one lane per slot");
-    uint32_t lanes = 1;
-    while (lanes < Config::num_topk) lanes *= 2;
-    return lanes;
+// A warp's lane, of which `num_lanes` neighbours look at a token: what the slot of its own place
+// among them names, or -1. `is_valid`: there is such a token.
+template <class Config, uint32_t num_lanes>
+__device__ int64_t named_expert(const void* topk_idx, uint32_t token_idx, bool is_valid) {
+    const uint32_t slot_idx = ptx::lane_idx() % num_lanes;
+    if (!is_valid || slot_idx >= Config::num_topk) return -1;
+    return load_topk_idx<Config>(topk_idx, token_idx * Config::num_topk + slot_idx);
 }
 
-// A whole converged warp, in which `num_lanes` neighbouring lanes look at a token: each at the slot
-// of its own place among them. `is_valid`: there is such a token.
+// A whole converged warp, whose lanes' slots name these experts.
 template <class Config, uint32_t num_lanes>
-__device__ RoutedSlot route_slot(const void* topk_idx, const ActiveRanks<Config>& active,
-                                 uint32_t token_idx, bool is_valid) {
+__device__ RoutedSlot route_slot(const ActiveRanks<Config>& active, int64_t expert_idx) {
     RoutedSlot slot;
     slot.slot_idx = ptx::lane_idx() % num_lanes;
     slot.expert_idx = RoutedSlot::none;
     slot.rank_idx = RoutedSlot::none;
-    if (is_valid && slot.slot_idx < Config::num_topk) {
-        const int64_t expert_idx =
-            load_topk_idx<Config>(topk_idx, token_idx * Config::num_topk + slot.slot_idx);
-        if (is_routed<Config>(expert_idx)) {
-            const uint32_t rank_idx =
-                static_cast<uint32_t>(expert_idx) / Config::num_experts_per_rank;
-            if (active.contains(rank_idx)) {
-                slot.expert_idx = static_cast<uint32_t>(expert_idx);
-                slot.rank_idx = rank_idx;
-            }
+    if (is_routed<Config>(expert_idx)) {
+        const uint32_t rank_idx = static_cast<uint32_t>(expert_idx) / Config::num_experts_per_rank;
+        if (active.contains(rank_idx)) {
+            slot.expert_idx = static_cast<uint32_t>(expert_idx);
+            slot.rank_idx = rank_idx;
         }
     }
     slot.first_slot_of_expert = slot.slot_idx;
@@ -69,6 +62,14 @@ __device__ RoutedSlot route_slot(const void* topk_idx, const ActiveRanks<Config>
         if (rank_idx == slot.rank_idx) slot.first_slot_of_rank = slot.slot_idx - distance;
     }
     return slot;
+}
+
+// The same of a token's slots.
+template <class Config, uint32_t num_lanes>
+__device__ RoutedSlot route_slot(const void* topk_idx, const ActiveRanks<Config>& active,
+                                 uint32_t token_idx, bool is_valid) {
+    return route_slot<Config, num_lanes>(
+        active, named_expert<Config, num_lanes>(topk_idx, token_idx, is_valid));
 }
 
 }  // namespace deep_moe

@@ -33,24 +33,28 @@ __device__ uint32_t source_rank(const int64_t* ranges, uint32_t row) {
 // All warps of the grid.
 template <class Config>
 __device__ void send_rows(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
-                          const ActiveRanks<Config>& active, uint32_t shared_memory,
-                          uint32_t half) {
+                          const ActiveRanks<Config>& active, uint32_t shared_memory, uint32_t half,
+                          const FirstCounts<Config>& counts) {
     constexpr uint32_t num_warps = Config::num_threads / warp_size;
     const ExpertRows<Config> rows(shared_memory);
-    rows.sum_up(args.recv_count);
-    const uint32_t num_rows = rows.num_rows();
-    for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x; i < num_rows;
+    rows.sum_up(args.recv_count, counts);
+    // Warps take parts of rows, so that few rows keep many warps busy.
+    constexpr uint32_t parts = RowPart<Config>::per_row;
+    const uint32_t num_items = rows.num_rows() * parts;
+    for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x; i < num_items;
          i += num_warps * Config::num_ctas) {
-        const uint32_t local_expert_idx = rows.expert_of(i);
-        const uint32_t row = i - rows.first(local_expert_idx);
+        const uint32_t local_expert_idx = rows.expert_of(i / parts);
+        const uint32_t row = i / parts - rows.first(local_expert_idx);
         const uint64_t row_idx = uint64_t{local_expert_idx} * rows_per_expert<Config> + row;
+        // On its way while its source is looked up.
+        const RowPart<Config> part(static_cast<const uint16_t*>(args.y) + row_idx * Config::hidden,
+                                   i % parts);
         const auto source = static_cast<uint32_t>(args.src_slots[row_idx]);  // with its rank
         const uint32_t rank_idx =
             source_rank<Config>(args.layout_range + local_expert_idx * Config::num_ranks, row);
         if (!active.contains(rank_idx)) continue;
-        copy_row<Config>(
-            ranks.of(rank_idx).combine(half, source % Config::num_topk, source / Config::num_topk),
-            static_cast<const uint16_t*>(args.y) + row_idx * Config::hidden);  //~ row_sent
+        part.store(ranks.of(rank_idx).combine(half, source % Config::num_topk,
+                                              source / Config::num_topk));  //~ row_sent
     }
 }
 

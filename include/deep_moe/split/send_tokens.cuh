@@ -28,18 +28,23 @@ using Destinations =
 template <class Config>
 struct NextToken {
     OutgoingChunk<Config> chunk;  // this thread's first one
-    RoutedSlot slot;              // in the first warp: the slot that the lane stands for
+    int64_t expert_idx;           // in the first warp: of the slot that the lane stands for
+    RoutedSlot slot;              // and the slot
 
-    // All threads of a CTA: its values are on their way then. There may be no such token.
+    // All threads of a CTA: its values and experts are on their way then. There may be no such
+    // token.
     __device__ NextToken(const LowLatencyArgs& args, uint32_t token_idx) {
         if (!Config::sends || token_idx >= args.num_tokens) return;
+        if (ptx::warp_idx() == 0) {
+            expert_idx = named_expert<Config, warp_size>(args.topk_idx, token_idx, true);
+        }
         chunk = OutgoingChunk<Config>(args, token_idx, threadIdx.x);
     }
     // The same: `slot`, which is waited for.
     __device__ void route(const LowLatencyArgs& args, const ActiveRanks<Config>& active,
                           uint32_t token_idx) {
         if (!Config::sends || token_idx >= args.num_tokens || ptx::warp_idx() != 0) return;
-        slot = route_slot<Config, warp_size>(args.topk_idx, active, token_idx, true);
+        slot = route_slot<Config, warp_size>(active, expert_idx);
     }
 };
 

@@ -6,14 +6,18 @@
 
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/warp.cuh"
-#include "deep_moe/split/claims.cuh"
 #include "deep_moe/split/loaded_chunk.cuh"
+#include "deep_moe/split/parts.cuh"
 #include "deep_moe/split/spread_row.cuh"
 #include "deep_moe/split/throughput_buffer.cuh"
 #include "deep_moe/split/token_block.cuh"
 #include "deep_moe/split/token_format.cuh"
 
 namespace deep_moe {
+
+// A CTA's tokens go in parts of at least so many: as a warp shares one in two or three
+// microseconds, and a link takes 20 for what ranks fetch of 8.
+using TokenParts = Parts<8>;
 
 // A token's values in a rank's buffer.
 template <class Config>
@@ -68,26 +72,22 @@ __device__ void copy_token(const ThroughputArgs& args, const ThroughputBuffer<Co
     }
 }
 
-// Any number of the CTA's warps, until none of its tokens is left.
+// A whole warp: one of the CTA's tokens, with what its slots need.
 template <class Config>
-__device__ void share_tokens(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
-                             const Claims& claims) {
-    const TokenBlock<Config> block(args.num_tokens);
-    for (uint32_t i = claims.next(); i < block.size(); i = claims.next()) {
-        const uint32_t token_idx = block.begin + i;
-        if constexpr (TokenFormat<Config>::is_quantized && !Config::is_quantized_input) {
-            quantize_token(args, local, token_idx);
-        } else {
-            copy_token(args, local, token_idx);
+__device__ void share_token(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
+                            uint32_t token_idx) {
+    if constexpr (TokenFormat<Config>::is_quantized && !Config::is_quantized_input) {
+        quantize_token(args, local, token_idx);
+    } else {
+        copy_token(args, local, token_idx);
+    }
+    if (ptx::lane_idx() < Config::num_topk) {
+        const uint32_t slot_idx = token_idx * Config::num_topk + ptx::lane_idx();
+        if constexpr (Config::has_weights) {
+            *local.slot_weights(slot_idx) = args.topk_weights[slot_idx];
         }
-        if (ptx::lane_idx() < Config::num_topk) {
-            const uint32_t slot_idx = token_idx * Config::num_topk + ptx::lane_idx();
-            if constexpr (Config::has_weights) {
-                *local.slot_weights(slot_idx) = args.topk_weights[slot_idx];
-            }
-            if constexpr (Config::knows_rows) {
-                *local.slot_words(slot_idx) = static_cast<uint32_t>(args.slot_rows[slot_idx]);
-            }
+        if constexpr (Config::knows_rows) {
+            *local.slot_words(slot_idx) = static_cast<uint32_t>(args.slot_rows[slot_idx]);
         }
     }
 }

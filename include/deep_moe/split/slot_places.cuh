@@ -2,8 +2,7 @@
 // them.
 //
 // Every CTA counts for itself the slots of all tokens before its own, so no CTA waits for another
-// one. That takes less time than to ask them, and the warps that share tokens meanwhile take
-// longer. Places do not depend on which CTA comes first.
+// one. That takes less time than to ask them. Places do not depend on which CTA comes first.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -15,6 +14,7 @@
 #include "deep_moe/ptx/named_barrier.cuh"
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/throughput_buffer.cuh"
+#include "deep_moe/split/throughput_warps.cuh"
 #include "deep_moe/split/token_block.cuh"
 #include "deep_moe/sync/named_barriers.cuh"
 
@@ -24,8 +24,8 @@ namespace deep_moe {
 template <class Config>
 class SlotPlaces {
  public:
-    // A few warps: they wait for loads most of the time, and have many under way.
-    static constexpr uint32_t num_warps = max(1u, Config::num_threads / warp_size / 4);
+    // Most of the CTA's: the last CTA's counts are what all ranks wait for.
+    static constexpr uint32_t num_warps = fetching_warps<Config>;
 
     __device__ SlotPlaces(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
                           uint32_t shared_memory)
@@ -111,9 +111,11 @@ class SlotPlaces {
         }
     }
 
-    // A whole warp. The counts have an arrival of their own, in front of that of the tokens, which
-    // takes longer.
+    // A whole warp. The counts have an arrival of their own, in front of those of the tokens.
     __device__ void publish() const {
+        for (uint32_t i = ptx::lane_idx(); i < Config::num_ranks; i += warp_size) {
+            *ranks_.of(i).num_tokens(ranks_.rank_idx()) = args_.num_tokens;  //~ tokens_told
+        }
         for (uint32_t i = ptx::lane_idx(); i < Config::num_experts; i += warp_size) {
             const uint32_t count = ptx::ld_shared_u32(word(i));
             for (uint32_t rank_idx = 0; rank_idx < Config::num_ranks; ++rank_idx) {

@@ -22,36 +22,58 @@ __host__ __device__ constexpr uint32_t equal_loads(uint32_t chunks_per_lane, uin
     return ceil_div(chunks_per_lane, ceil_div(chunks_per_lane, most));
 }
 
-// A whole warp. slots: bits of the lanes whose `row`, of `out`, is written. `change(slot)(chunk)`:
-// what is written; all lanes ask it for a slot.
-template <uint32_t num_chunks, uint32_t most_loads_at_once = 8, class Change = Unchanged>
-__device__ void spread_row(uint4* out, const uint4* from, uint32_t slots, uint32_t row,
-                           const Change& change = {}) {
-    constexpr uint32_t loads_at_once =
+// A row, of which as much as a lane loads at once is on its way when this is made.
+template <uint32_t num_chunks, uint32_t most_loads_at_once = 8>
+class LoadedRow {
+    static constexpr uint32_t loads_at_once =
         equal_loads(ceil_div(num_chunks, warp_size), most_loads_at_once);
+
+ public:
+    // A whole warp.
+    __device__ explicit LoadedRow(const uint4* from) : from_(from) { load(ptx::lane_idx()); }
+
+    // slots: bits of the lanes whose `row`, of `out`, is written. `change(slot)(chunk)`: what is
+    // written; all lanes ask it for a slot.
+    template <class Change = Unchanged>
+    __device__ void spread(uint4* out, uint32_t slots, uint32_t row, const Change& change = {}) {
 #pragma unroll 1
-    for (uint32_t first = ptx::lane_idx(); first < align_up(num_chunks, warp_size);
-         first += loads_at_once * warp_size) {
-        uint4 chunks[loads_at_once];
+        for (uint32_t first = ptx::lane_idx(); first < align_up(num_chunks, warp_size);
+             first += loads_at_once * warp_size) {
+            if (first >= warp_size) load(first);
+            for (uint32_t left = slots; left != 0; left &= left - 1) {
+                const uint32_t slot = __ffs(left) - 1;
+                uint4* const to = out + uint64_t{__shfl_sync(full_warp, row, slot)} * num_chunks;
+                const auto changed = change(slot);
 #pragma unroll
-        for (uint32_t i = 0; i < loads_at_once; ++i) {
-            const uint32_t chunk_idx = first + i * warp_size;
-            if (chunk_idx < num_chunks) chunks[i] = from[chunk_idx];
-        }
-        for (uint32_t left = slots; left != 0; left &= left - 1) {
-            const uint32_t slot = __ffs(left) - 1;
-            uint4* const to = out + uint64_t{__shfl_sync(full_warp, row, slot)} * num_chunks;
-            const auto changed = change(slot);
-#pragma unroll
-            for (uint32_t i = 0; i < loads_at_once; ++i) {
-                const uint32_t chunk_idx = first + i * warp_size;
-                if (chunk_idx < num_chunks) to[chunk_idx] = changed(chunks[i]);
+                for (uint32_t i = 0; i < loads_at_once; ++i) {
+                    const uint32_t chunk_idx = first + i * warp_size;
+                    if (chunk_idx < num_chunks) to[chunk_idx] = changed(chunks_[i]);
+                }
             }
         }
     }
+
+ private:
+    __device__ void load(uint32_t first) {
+#pragma unroll
+        for (uint32_t i = 0; i < loads_at_once; ++i) {
+            const uint32_t chunk_idx = first + i * warp_size;
+            if (chunk_idx < num_chunks) chunks_[i] = from_[chunk_idx];
+        }
+    }
+
+    const uint4* from_;
+    uint4 chunks_[loads_at_once];
+};
+
+// The same, of a row that is read first of all.
+template <uint32_t num_chunks, uint32_t most_loads_at_once = 8, class Change = Unchanged>
+__device__ void spread_row(uint4* out, const uint4* from, uint32_t slots, uint32_t row,
+                           const Change& change = {}) {
+    LoadedRow<num_chunks, most_loads_at_once>(from).spread(out, slots, row, change);
 }
 
-// The same of a token's scales, read when this is made.
+// A token's scales in the same way, all read when this is made.
 template <class Config>
 class LoadedScales {
     using Format = TokenFormat<Config>;

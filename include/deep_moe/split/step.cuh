@@ -1,10 +1,15 @@
-// A step of the throughput all-to-all: every rank writes its data into its own buffer, all ranks
-// tell each other so, and each fetches what is for it.
+// A step of the throughput all-to-all: every rank writes its data, into its own buffer or, in a
+// combine, into the other ranks'; they tell each other so, and each reads what is for it.
 //
-// A step's data may be written again when all ranks have fetched it. A rank has fetched it when it
-// arrives in its next step. So no wait is needed if another kind of step, which writes elsewhere,
-// comes in between. Two steps of one kind in a row begin with one more round of arrivals. Nothing
-// is stored twice, and the words that count rounds are never reset.
+// A CTA shares what CTAs of the same number read on all ranks, and tells them alone, part after
+// part (parts.cuh). So each of them begins when it has the first part, and no CTA waits for all.
+//
+// A step's data may be written again when all ranks have read it. A rank has read it when any of
+// its CTAs tells something in its next step, since kernels of a rank follow each other. Every
+// CTA that reads waits in each step for all that is told to it. So no other wait is needed if
+// another kind of step, which writes elsewhere, comes in between. Two steps of one kind in a row
+// begin with one more round of arrivals. Nothing is stored twice, and the words that count are
+// never reset.
 //
 // Ranks go through the same steps in the same order; which kind the last one was is kept on the
 // device, so that a CUDA graph may be replayed behind any step.
@@ -12,10 +17,13 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
-#include "deep_moe/split/arrivals.cuh"
+#include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/cta.cuh"
+#include "deep_moe/split/parts.cuh"
 #include "deep_moe/split/throughput_buffer.cuh"
+#include "deep_moe/split/throughput_warps.cuh"
 #include "deep_moe/sync/grid_gather.cuh"
 #include "deep_moe/sync/wait.cuh"
 
@@ -27,65 +35,118 @@ enum class StepKind : uint32_t { none = 0, tokens = 1, rows = 2, scalars = 3 };
 template <class Config>
 class Step {
  public:
-    __device__ Step(const ThroughputRanks<Config>& ranks, StepKind kind, Waiter& waiter)
-        : ranks_(ranks), kind_(kind), waiter_(waiter) {}
+    __device__ Step(const ThroughputRanks<Config>& ranks, StepKind kind)
+        : ranks_(ranks), kind_(kind) {}
 
     // All threads of a CTA, first of all: until this rank may write. False if this or an earlier
     // kernel of this rank gave up.
-    __device__ bool begin() {
+    __device__ bool begin(Waiter& waiter) {
         const ThroughputBuffer<Config> local = ranks_.local();
         round_ = ptx::ld_relaxed_gpu(local.num_rounds());
         const auto last_step = static_cast<StepKind>(ptx::ld_relaxed_gpu(local.last_step()));
-        waiter_.follow(ptx::ld_relaxed_gpu(local.gave_up()) == 0);
-        if (!cta_agrees<Config>(waiter_)) return false;
+        waiter.follow(ptx::ld_relaxed_gpu(local.gave_up()) == 0);
+        if (!cta_agrees<Config>(waiter)) return false;
         if (last_step != kind_) return true;  //~ same_kind_meets
         arrive();
-        return await();
+        for (uint32_t i = threadIdx.x; i < num_words; i += Config::num_threads) {
+            await_units(i / num_streams, i % num_streams, units_per_round, waiter);
+        }
+        ++round_;
+        return cta_agrees<Config>(waiter);  //~ kinds_met
     }
 
-    // All threads of a CTA: what it has written may be fetched.
+    // One thread for each rank, behind a barrier of the threads that have written something: its
+    // CTA of this number may read that. warp: which of the sharing warps tells.
+    //
+    // Order: the barrier puts all writes of these threads before the release at sys scope, which
+    // covers them.
+    __device__ void tell(uint32_t rank_idx, uint32_t warp, uint32_t units) const {
+        auto* const word = ranks_.of(rank_idx).arrivals(blockIdx.x, ranks_.rank_idx(), warp);
+        ptx::red_add_release_sys(word, static_cast<int32_t>(units));  //~ part_released
+    }
+
+    // A whole sharing warp, the warp'th: what it has written of a part may be read, `units` of it
+    // by each rank. Sharing warps do not wait for each other, as a release takes microseconds.
+    template <class Units>
+    __device__ void tell_all(uint32_t warp, const Units& units) const {
+        __syncwarp();  //~ rest_written
+        for (uint32_t i = ptx::lane_idx(); i < Config::num_ranks; i += warp_size) {
+            if (units(i) != 0) tell(i, warp, units(i));
+        }
+    }
+
+    // All threads of a CTA, for all sharing warps: what it has written may be read.
+    template <class Units>
+    __device__ void arrive(const Units& units) const {
+        cta_sync<Config>();  //~ part_written
+        for (uint32_t i = threadIdx.x; i < num_words; i += Config::num_threads) {
+            tell(i / num_streams, i % num_streams, units(i / num_streams));
+        }
+    }
+    // The same of all of it.
     __device__ void arrive() const {
-        arrive_at_ranks<Config>(ranks_, AllRanks{}, [&](const ThroughputBuffer<Config>& buffer) {
-            return buffer.arrivals(ranks_.rank_idx());
-        });
+        arrive([](uint32_t) { return units_per_round; });
     }
 
-    // All threads of a CTA, which has arrived: until all ranks have.
-    __device__ bool await() {
+    // One thread, or several independently: until a sharing warp of a rank's CTA, the one of this
+    // number, has told so many units in this round. What the thread acquires a barrier or a vote
+    // passes on.
+    __device__ bool await_units(uint32_t rank_idx, uint32_t warp, uint32_t units, Waiter& waiter,
+                                uint32_t cta_idx = blockIdx.x) const {
         const WaitSite site =
             kind_ == StepKind::tokens ? WaitSite::split_tokens : WaitSite::split_contributions;
-        const auto arrivals = [&](uint32_t rank_idx) { return ranks_.local().arrivals(rank_idx); };
-        const uint32_t num_earlier = round_ * Config::num_ctas;
-        ++round_;
-        return await_ranks<Config>(site, AllRanks{}, arrivals, 1, WaitCost(nullptr), waiter_,
-                                   num_earlier);
+        const auto* const word = ranks_.local().arrivals(cta_idx, rank_idx, warp);
+        const uint32_t num_earlier = round_ * units_per_round;
+        const auto num_told = [&] {
+            // It may be ahead by parts, and by the next round.
+            const auto seen = static_cast<uint32_t>(ptx::ld_acquire_sys(word));  //~ part_acquired
+            return min(seen - num_earlier, units);
+        };
+        const auto late_rank = [&] {
+            RankSet set;
+            set.insert(rank_idx);
+            return set;
+        };
+        return waiter.until(site, units, num_told, late_rank);
     }
 
-    // All threads of a CTA, which has passed its last wait. Counts on when all CTAs of the rank
-    // have begun; true in the thread that does. The last warp asks, before it fetches anything, so
-    // that nobody is left to ask at the end of the kernel.
-    __device__ bool count_on() const {
+    // All threads of a CTA: until all CTAs of all ranks have told all, where data is not shared by
+    // number.
+    __device__ bool await_grid(Waiter& waiter) const {
+        for (uint32_t i = threadIdx.x; i < num_words * Config::num_ctas; i += Config::num_threads) {
+            await_units(i % num_words / num_streams, i % num_streams, units_per_round, waiter,
+                        i / num_words);
+        }
+        return cta_agrees<Config>(waiter);  //~ grid_agreed
+    }
+
+    // All threads of a CTA, behind `begin`. Counts on when all CTAs of the rank have come here;
+    // true in the thread that does. The last warp asks, before it does anything else, so that
+    // nobody is left to ask at the end of the kernel.
+    __device__ bool count_on(const Waiter& waiter) const {
         if (ptx::warp_idx() != Config::num_threads / warp_size - 1) return false;
         const ThroughputBuffer<Config> local = ranks_.local();
-        const bool is_last = grid_gather<Config::num_ctas>(local.gather_counter(), waiter_);
+        const bool is_last = grid_gather<Config::num_ctas>(local.gather_counter(), waiter);
         if (!is_last || ptx::lane_idx() != 0) return false;
-        ptx::st_relaxed_sys(local.num_rounds(), round_);                       //~ rounds_counted
+        ptx::st_relaxed_sys(local.num_rounds(), round_ + 1);                   //~ rounds_counted
         ptx::st_relaxed_sys(local.last_step(), static_cast<uint32_t>(kind_));  //~ step_kept
         return true;
     }
 
-    // All threads of a CTA, last of all.
-    __device__ void end() const {
-        if (waiter_.aborted() && threadIdx.x == 0) {
+    // All warps of a CTA, last of all.
+    __device__ void end(const Waiter& waiter) const {
+        if (waiter.aborted() && ptx::lane_idx() == 0) {
             ptx::red_or_relaxed_gpu(ranks_.local().gave_up(), 1);
         }
     }
 
  private:
+    static constexpr uint32_t num_streams = sharing_warps<Config>;
+    static constexpr uint32_t num_words = Config::num_ranks * num_streams;
+
     const ThroughputRanks<Config>& ranks_;
     StepKind kind_;
-    Waiter& waiter_;
-    uint32_t round_ = 0;  // of arrivals, that comes next
+    uint32_t round_ = 0;  // of arrivals, this one
 };
 
 }  // namespace deep_moe

@@ -23,7 +23,8 @@ struct ThroughputArgs {
     int32_t* expert_begin;  // [E_local]: first row
     int32_t* expert_count;  // [E_local]: rows
     int32_t* expert_end;    // [E_local]: the next expert's first row, or the end of all
-    int32_t* own_rows;  // [E_local, 2]: first of the rows that are for this rank's slots, and end
+    int32_t* rank_tokens;   // [ranks]: tokens of each
+    int32_t* rows_here;     // [ranks * max tokens, topk]: of all ranks' slots the row here, or -1
 
     // A dispatch's to send or to multiply with, a combine's to add by; null without.
     const float* topk_weights;  // [T, topk]

@@ -41,9 +41,12 @@ class ThroughputBuffer {
     __device__ uint32_t* gather_counter() const {
         return at<typename Symm::gather_counter_element>(Symm::gather_counter_offset);
     }
-    // CTAs of a rank that have come, over all rounds.
-    __device__ int32_t* arrivals(uint32_t rank_idx) const {
-        return at<typename Symm::arrivals_element>(Symm::arrivals_offset) + rank_idx;  // [ranks]
+    // What a sharing warp of a rank's CTA has told the CTA of this number, over all rounds
+    // (parts.cuh).
+    __device__ int32_t* arrivals(uint32_t cta_idx, uint32_t rank_idx, uint32_t warp) const {
+        return at<typename Symm::arrivals_element>(Symm::arrivals_offset) +
+               (cta_idx * Symm::arrivals_dim1 + rank_idx) * Symm::arrivals_dim2 +
+               warp;  // [CTAs][ranks][sharing warps]
     }
 
     // Dispatches of a rank whose counts have come.
@@ -81,10 +84,11 @@ class ThroughputBuffer {
                uint64_t{token_idx} * Symm::token_scales_dim1;  // [T][H/128]
     }
 
-    // What this rank's experts made, and a number for each of its rows.
+    // What this rank's experts made; or, where ranks send rows, those of this rank's slots. And a
+    // number for each of the experts' rows.
     __device__ uint16_t* rows(uint32_t row_idx) const {
         return at<typename Symm::rows_element>(Symm::rows_offset) +
-               uint64_t{row_idx} * Symm::rows_dim1;  // [N][H] bf16
+               uint64_t{row_idx} * Symm::rows_dim1;  // [max(N, T * topk)][H] bf16
     }
     __device__ float* scalars(uint32_t row_idx) const {
         return at<typename Symm::scalars_element>(Symm::scalars_offset) + row_idx;  // [N]

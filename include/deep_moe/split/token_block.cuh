@@ -5,8 +5,9 @@
 
 namespace deep_moe {
 
-// Neighbours, and as many as other CTAs take, or one more.
-template <class Config>
+// Neighbours, and as many as other CTAs take, or one more. Of `pieces` pieces of each token: the
+// pieces.
+template <class Config, uint32_t pieces = 1>
 struct TokenBlock {
     uint32_t begin;
     uint32_t end;
@@ -17,9 +18,10 @@ struct TokenBlock {
     __device__ uint32_t size() const { return end - begin; }
 
  private:
-    // At most 2^15 tokens and 2^16 CTAs.
+    // At most 2^15 tokens and 2^9 CTAs.
     static __device__ uint32_t before(uint32_t num_tokens, uint32_t cta_idx) {
-        return num_tokens * cta_idx / Config::num_ctas;
+        if constexpr (pieces <= 64) return num_tokens * pieces * cta_idx / Config::num_ctas;
+        return static_cast<uint32_t>(uint64_t{num_tokens * pieces} * cta_idx / Config::num_ctas);
     }
 };
 

@@ -12,6 +12,7 @@
 #include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/cta.cuh"
 #include "deep_moe/split/routed_slot.cuh"
+#include "deep_moe/split/slot_lanes.cuh"
 
 namespace deep_moe {
 

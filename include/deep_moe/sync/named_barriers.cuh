@@ -42,6 +42,10 @@ enum class NamedBarrier : uint32_t {
     // Throughput dispatch, warps that count slots among themselves, all threads sync: "the counts
     // in shared memory are zero", and "they have the slots before this CTA's".
     slot_counts = 10,
+
+    // Throughput dispatch, warps that fetch: "the counts of all ranks are here", "they are summed
+    // up".
+    fetching = 11,
 };
 
 }  // namespace deep_moe

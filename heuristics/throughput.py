@@ -106,7 +106,7 @@ def throughput_buffer_layout(shape: ThroughputShape) -> Layout:
     def data(name: str, dtype: str, dims: tuple[int, ...], purpose: str) -> None:
         builder.add(name, dtype, dims, purpose, alignment=DATA_ALIGNMENT)
 
-    control("num_rounds", "u32", (1,), "rounds of arrivals that this rank has been through")
+    control("units_told", "u32", (1,), "what each of a rank's words of arrivals has by now")
     control("num_counts", "u32", (1,), "dispatches in which ranks have told counts")
     control("last_step", "u32", (1,), "what the step before took over the links")
     control("gave_up", "u32", (1,), "not zero after a failed call")

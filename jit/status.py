@@ -39,6 +39,7 @@ class StatusCode(IntEnum):
     TOO_MANY_ROWS = 6
     ROWS_OUTSIDE = 7
     REPORTING = 8
+    ROWS_ELSEWHERE = 9
 
 
 def error_of(status: CppStruct, rank: int) -> MegaMoEError | None:
@@ -91,6 +92,12 @@ def error_of(status: CppStruct, rank: int) -> MegaMoEError | None:
         return MegaMoEError(
             f"{where}: expert_count and expert_begin must name rows of x; those of local expert "
             f"{status.seen}, {num_rows} rows, do not"
+        )
+    if status.code == StatusCode.ROWS_ELSEWHERE:
+        here, there = ("", "not ") if status.expected else ("not ", "")
+        return MegaMoEError(
+            f"{where}: y of a combine must be get_combine_buffer() on all ranks or on none; it is "
+            f"{here}on this rank, and {there}on rank {status.peer_rank}"
         )
     return MegaMoEError(f"{where} stopped with unknown code {status.code} (at {site})")
 

@@ -290,7 +290,7 @@ class AllToAll(SplitLayer):
             y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; those of no token
                 are not looked at. On all ranks `get_combine_buffer()`, from which other ranks fetch
                 their rows, or on none: then rows are sent to the tokens' ranks, over what that
-                buffer holds.
+                buffer holds. If ranks differ, each gets an error that names another.
             handle: what the dispatch returned.
             topk_weights: float32 [tokens, topk]; None: the plain sum, which is dispatch's gradient
                 too.

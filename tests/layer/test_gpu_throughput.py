@@ -181,6 +181,30 @@ def overflow(rank: Rank) -> str:
     return str(error.value)
 
 
+def disagree(rank: Rank) -> str:
+    """What a rank says of a combine whose rows only the first rank has in the combine buffer."""
+    layer = make(rank)
+    inputs = inputs_of(layer, 0, 160)
+    x, ids, y = (of[rank.idx].to(rank.device) for of in (inputs.xs, inputs.topk_idxs, inputs.ys))
+    _, handle = layer.dispatch(x, ids)
+
+    def combine() -> None:
+        layer.combine(layer.get_combine_buffer() if rank.idx == 0 else y, handle)
+        rank.synchronize()
+        layer.check()
+
+    with pytest.raises(MegaMoEError) as error:
+        combine()
+    layer.reset()
+    _, handle = layer.dispatch(x, ids)
+    out = layer.combine(y, handle)
+    expected = expected_sums(layer.shape, rank.idx, inputs.topk_idxs, inputs.ys)
+    assert torch.equal(bits(out.cpu()), bits(expected))
+    rank.barrier()
+    layer.close()
+    return str(error.value)
+
+
 def check_overflow(messages: list[str]) -> None:
     num_ranks = len(messages)
     text = f"rank {num_ranks - 1} would get {640 * num_ranks} rows"
@@ -207,6 +231,12 @@ def test_calls_in_a_row(
 @pytest.mark.parametrize("num_ranks", [1, ALL], ids=["one_gpu", "all_gpus"])
 def test_overflow_is_an_error_on_every_rank(run_ranks: RunRanks, num_ranks: int) -> None:
     check_overflow(run_ranks(Place.GPUS, num_ranks, overflow))
+
+
+@pytest.mark.gpu
+def test_ranks_must_agree_where_rows_are(run_ranks: RunRanks, compiled: None) -> None:
+    for message in run_ranks(Place.GPUS, ALL, disagree):
+        assert "on all ranks or on none" in message
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import Protocol
 import pytest
 
 from deep_moe.emulator import EmulatorError, RaceDetected
+from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
 from deep_moe.jit import headers
 
 from .catalogue import Edit, Mutation, TextEdit
@@ -129,7 +130,9 @@ def noticed_in_test(folder: str, mutation: Mutation) -> str:
     def run() -> bool:
         try:
             test(**mutation.arguments)
-        except pytest.fail.Exception:
+        except MegaMoETimeoutError:
+            raise
+        except (pytest.fail.Exception, MegaMoEError):
             return False
         return True
 

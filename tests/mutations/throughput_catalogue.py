@@ -23,6 +23,20 @@ THROUGHPUT_MUTATIONS = (
         replaced("part_acquired", "ptx::ld_acquire_sys(", "ptx::ld_relaxed_sys((const uint32_t*)"),
         "race",
     ),
+    M(
+        "marks_not_compared",
+        removed("mark_compared"),
+        ANYTHING,
+        test="test_throughput::test_ranks_must_agree_where_rows_are",
+        arguments={"schedule": "random"},
+    ),
+    M(
+        "mark_of_the_next_round_compared",
+        replaced("mark_is_of_rows", "kind_ == StepKind::rows", "true"),
+        ANYTHING,
+        test="test_throughput::test_rows_are_sent_and_fetched_in_turn",
+        arguments={"schedule": "slow_rank"},
+    ),
     # ---- dispatch, sending
     M("rest_told_before_written", removed("rest_written"), "race"),
     M("tokens_not_told", removed("tokens_told"), ANYTHING),

@@ -22,6 +22,7 @@ from .throughput_reference import (
     handles_of,
     places_of,
     random_inputs,
+    row_of_slot,
 )
 
 UNITS_PER_ROUND = 32  # of split/parts.cuh
@@ -240,10 +241,10 @@ def test_hundreds_of_calls_give_the_same_bits() -> None:
 
 
 def test_rounds_are_counted_past_32_bits() -> None:
-    """Words that count rounds and arrivals are never reset."""
+    """Words that count what was told are never reset."""
     with ranks(num_sms=4) as layer:
         for own in layer.layers:
-            own._segment("num_rounds").view(torch.int32).fill_(-1)
+            own._segment("units_told").view(torch.int32).fill_(-UNITS_PER_ROUND)
             own._segment("num_counts").view(torch.int32).fill_(-1)
             own._segment("arrivals").view(torch.int32).fill_(-UNITS_PER_ROUND)
             own._segment("count_arrivals").view(torch.int32).fill_(-1)
@@ -298,6 +299,59 @@ def test_a_ctas_parts_that_do_not_come_name_their_rank() -> None:
                 [handles[rank] for rank in taking_part],
                 ranks=taking_part,
             )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_must_agree_where_rows_are(schedule: str) -> None:
+    """Whoever looks finds that rank 1 is not as the others. Many tokens: they go in parts."""
+    sizes = {"num_ranks": 3, "num_experts": 6, "max_tokens_per_rank": 60, "max_recv_rows": 512}
+    for odd_one_is_here in (True, False):
+        with ranks(**sizes, num_sms=1) as layer:
+            inputs = random_inputs(layer.shape, (60, 3, 40))
+            handles = check_dispatch(layer, inputs)
+            for rank, own in enumerate(layer.layers):
+                if (rank == 1) == odd_one_is_here:
+                    inputs.ys[rank] = own.get_combine_buffer().copy_(inputs.ys[rank])
+            with pytest.raises(MegaMoEError, match="on all ranks or on none") as error:
+                layer.combine(inputs.ys, handles, schedule=schedule)
+            here = "not on this rank, and on" if odd_one_is_here else "on this rank, and not on"
+            found_by_rank_1 = "it is on" if odd_one_is_here else "it is not on"
+            text = str(error.value)
+            assert f"{here} rank 1" in text or (text.startswith("rank 1, ") and found_by_rank_1)
+            for own in layer.layers:
+                with pytest.raises(MegaMoEError):
+                    own.dispatch(inputs.xs[0], inputs.topk_idxs[0])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rows_are_sent_and_fetched_in_turn(schedule: str) -> None:
+    """Those that are fetched come with a mark, which a rank that is ahead tells during the other
+    ranks' dispatch. What is fetched lies where rows were sent to before."""
+    with ranks(num_ranks=3, num_experts=6) as layer:
+        inputs = random_inputs(layer.shape, (8, 5, 0))
+        buffers = [own.get_combine_buffer().copy_(inputs.ys[0]) for own in layer.layers]
+        held = [buffer.clone() for buffer in buffers]
+        queues: list[list[Any]] = [[] for _ in range(3)]
+        outs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for is_here in (False, True, True, False, False, True):
+            for rank, own in enumerate(layer.layers):
+                dispatch, (_, handle) = own.prepare_dispatch(
+                    inputs.xs[rank], inputs.topk_idxs[rank]
+                )
+                y = buffers[rank] if is_here else inputs.ys[rank]
+                combine, out = own.prepare_combine(y, handle)
+                queues[rank] += [dispatch, combine]
+                ys = held if is_here else inputs.ys
+                outs.append((out, expected_sums(layer.shape, rank, inputs.topk_idxs, ys)))
+            if is_here:
+                continue
+            for source, (owner, row) in row_of_slot(layer.shape, inputs.topk_idxs).items():
+                rank, token, slot = source
+                if owner != rank:
+                    held[rank][token * layer.shape.num_topk + slot] = inputs.ys[owner][row]
+        layer.run(queues, schedule=schedule)
+        for out, expected in outs:
+            assert torch.equal(bits(out), bits(expected))
 
 
 def test_no_tokens_at_all() -> None:

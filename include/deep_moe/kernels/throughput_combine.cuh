@@ -72,7 +72,7 @@ __device__ __forceinline__ void throughput_combine(const ThroughputArgs& args) {
     first_anchor<Config>(args);
     const Claims claims(ptx::shared_address(shared_bytes) + Config::Smem::claims_offset);
     if (threadIdx.x == 0) claims.clear();
-    Step<Config> step(ranks, StepKind::rows);
+    Step<Config> step(ranks, StepKind::rows, Config::sends_rows ? 0 : fetched_mark);
     if (step.begin(waiter)) {
         if constexpr (Config::sends_rows) {
             const RowSharing<Config> sharing(args, ranks);

@@ -24,6 +24,7 @@ enum class WaitCode : uint32_t {
     too_many_rows = 6,
     rows_outside = 7,
     reporting = 8,  // a failure whose other fields are still on their way
+    rows_elsewhere = 9,
 };
 
 // In WaitStatus::received: see ExpertCounts::is_uneven.

@@ -11,6 +11,9 @@
 // begin with one more round of arrivals. Nothing is stored twice, and the words that count are
 // never reset.
 //
+// In a combine a rank sends rows or has them fetched, and all must do the same. Units told by a
+// rank whose rows are fetched carry a mark, by which the others notice one that does not agree.
+//
 // Ranks go through the same steps in the same order; which kind the last one was is kept on the
 // device, so that a CUDA graph may be replayed behind any step.
 #pragma once
@@ -32,26 +35,33 @@ namespace deep_moe {
 // What a step takes over the links. Each has memory of its own.
 enum class StepKind : uint32_t { none = 0, tokens = 1, rows = 2, scalars = 3 };
 
+// Told with the only part of a combine whose rows are fetched. All ranks tell it in the same
+// rounds, or stop, so that this bit of the words is as much their sum as the others are.
+inline constexpr uint32_t fetched_mark = 1u << 31;
+
 template <class Config>
 class Step {
  public:
-    __device__ Step(const ThroughputRanks<Config>& ranks, StepKind kind)
-        : ranks_(ranks), kind_(kind) {}
+    // mark: told with all units of this step, 0 or `fetched_mark`.
+    __device__ Step(const ThroughputRanks<Config>& ranks, StepKind kind, uint32_t mark = 0)
+        : ranks_(ranks), kind_(kind), mark_(mark) {}
 
     // All threads of a CTA, first of all: until this rank may write. False if this or an earlier
     // kernel of this rank gave up.
     __device__ bool begin(Waiter& waiter) {
         const ThroughputBuffer<Config> local = ranks_.local();
-        round_ = ptx::ld_relaxed_gpu(local.num_rounds());
+        told_before_ = ptx::ld_relaxed_gpu(local.units_told());
         const auto last_step = static_cast<StepKind>(ptx::ld_relaxed_gpu(local.last_step()));
         waiter.follow(ptx::ld_relaxed_gpu(local.gave_up()) == 0);
         if (!cta_agrees<Config>(waiter)) return false;
-        if (last_step != kind_) return true;  //~ same_kind_meets
+        has_met_ = last_step != kind_;
+        if (has_met_) return true;  //~ same_kind_meets
         arrive();
         for (uint32_t i = threadIdx.x; i < num_words; i += Config::num_threads) {
             await_units(i / num_streams, i % num_streams, units_per_round, waiter);
         }
-        ++round_;
+        told_before_ += units_per_round;
+        has_met_ = true;
         return cta_agrees<Config>(waiter);  //~ kinds_met
     }
 
@@ -85,7 +95,8 @@ class Step {
     }
     // The same of all of it.
     __device__ void arrive() const {
-        arrive([](uint32_t) { return units_per_round; });
+        const uint32_t units = units_per_round + (has_met_ ? mark_ : 0);
+        arrive([&](uint32_t) { return units; });
     }
 
     // One thread, or several independently: until a sharing warp of a rank's CTA, the one of this
@@ -96,18 +107,27 @@ class Step {
         const WaitSite site =
             kind_ == StepKind::tokens ? WaitSite::split_tokens : WaitSite::split_contributions;
         const auto* const word = ranks_.local().arrivals(cta_idx, rank_idx, warp);
-        const uint32_t num_earlier = round_ * units_per_round;
+        uint32_t told = 0;
         const auto num_told = [&] {
             // It may be ahead by parts, and by the next round.
             const auto seen = static_cast<uint32_t>(ptx::ld_acquire_sys(word));  //~ part_acquired
-            return min(seen - num_earlier, units);
+            told = seen - told_before_;
+            return min(told & ~fetched_mark, units);
         };
         const auto late_rank = [&] {
             RankSet set;
             set.insert(rank_idx);
             return set;
         };
-        return waiter.until(site, units, num_told, late_rank);
+        if (!waiter.until(site, units, num_told, late_rank)) return false;
+        // A rank's next round may have a mark if this one is not of rows, or is where ranks meet.
+        const bool has_mark = (told & fetched_mark) != 0;
+        const bool is_own = kind_ == StepKind::rows && has_met_;  //~ mark_is_of_rows
+        if (is_own && has_mark != (mark_ != 0)) {
+            //~ mark_compared
+            waiter.fail(WaitCode::rows_elsewhere, site, mark_ != 0, mark_ == 0, late_rank());
+        }
+        return !waiter.aborted();
     }
 
     // All threads of a CTA: until all CTAs of all ranks have told all, where data is not shared by
@@ -128,7 +148,8 @@ class Step {
         const ThroughputBuffer<Config> local = ranks_.local();
         const bool is_last = grid_gather<Config::num_ctas>(local.gather_counter(), waiter);
         if (!is_last || ptx::lane_idx() != 0) return false;
-        ptx::st_relaxed_sys(local.num_rounds(), round_ + 1);                   //~ rounds_counted
+        //~ rounds_counted
+        ptx::st_relaxed_sys(local.units_told(), told_before_ + units_per_round + mark_);
         ptx::st_relaxed_sys(local.last_step(), static_cast<uint32_t>(kind_));  //~ step_kept
         return true;
     }
@@ -146,7 +167,9 @@ class Step {
 
     const ThroughputRanks<Config>& ranks_;
     StepKind kind_;
-    uint32_t round_ = 0;  // of arrivals, this one
+    uint32_t mark_;
+    bool has_met_ = false;      // ranks, where they must
+    uint32_t told_before_ = 0;  // by every sharing warp, up to this round
 };
 
 }  // namespace deep_moe

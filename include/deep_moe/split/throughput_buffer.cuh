@@ -20,9 +20,9 @@ class ThroughputBuffer {
  public:
     __device__ explicit ThroughputBuffer(uint64_t base) : base_(base) {}
 
-    // Rounds of arrivals that this rank has been through, modulo 2^32.
-    __device__ uint32_t* num_rounds() const {
-        return at<typename Symm::num_rounds_element>(Symm::num_rounds_offset);
+    // What each word of `arrivals` has after the rounds that this rank has been through.
+    __device__ uint32_t* units_told() const {
+        return at<typename Symm::units_told_element>(Symm::units_told_offset);
     }
     // Dispatches in which ranks have told each other counts, modulo 2^32.
     __device__ uint32_t* num_counts() const {

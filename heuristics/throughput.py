@@ -32,7 +32,7 @@ MAX_TOKENS_PER_RANK = 32_768
 MAX_RECV_ROWS = 1 << 24
 MAX_ALIGNMENT = 4096
 MAX_CTAS = 512  # of a kernel; each has words for every rank
-MAX_SHARING_WARPS = 4  # of a CTA, a quarter of its warps; each tells for itself
+MAX_SHARING_WARPS = 8  # of a CTA, half of its warps; each tells for itself
 
 Step = Literal["dispatch", "combine", "scalars"]
 

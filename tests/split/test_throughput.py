@@ -254,7 +254,7 @@ def test_rounds_are_counted_past_32_bits() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tokens_go_in_parts(schedule: str) -> None:
-    """A CTA's 45 tokens are six parts of a dispatch; their 90 pieces are six parts of a combine.
+    """A CTA's 45 tokens are six parts of a dispatch; their 90 pieces are three parts of a combine.
     Other ranks have fewer of both, and none. Steps are queued, so that ranks run ahead."""
     sizes = {"num_ranks": 3, "hidden": 384, "num_experts": 6, "max_tokens_per_rank": 90}
     with ranks(**sizes, max_recv_rows=512, num_sms=2, token_format="bf16") as layer:
@@ -282,7 +282,7 @@ def test_tokens_go_in_parts(schedule: str) -> None:
 
 
 def test_more_tokens_of_a_cta_than_there_are_parts_of_the_least_size() -> None:
-    """300 tokens are 30 parts of ten tokens, and 31 parts of 10 pieces or more."""
+    """300 tokens are 30 parts of ten tokens."""
     with ranks(max_tokens_per_rank=300, hidden=128, num_sms=1, max_recv_rows=2048) as layer:
         check_call(layer, random_inputs(layer.shape, (300, 270)))
 

@@ -18,7 +18,7 @@ namespace deep_moe {
 
 // A token goes in pieces of 32 chunks, and so do its rows: a CTA takes neighbouring pieces of each
 // rank's tokens, in parts of at least so many.
-using PieceParts = Parts<16>;
+using PieceParts = Parts<32>;
 template <class Config>
 using PieceBlock = TokenBlock<Config, SlotSum<Config>::num_pieces>;
 

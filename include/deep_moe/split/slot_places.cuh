@@ -24,7 +24,7 @@ namespace deep_moe {
 template <class Config>
 class SlotPlaces {
  public:
-    // Most of the CTA's: the last CTA's counts are what all ranks wait for.
+    // Many of the CTA's: the last CTA's counts are what all ranks wait for.
     static constexpr uint32_t num_warps = fetching_warps<Config>;
 
     __device__ SlotPlaces(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,

@@ -40,7 +40,7 @@ def test_without_options_small_layers_of_each_path_run():
     assert document["passed"]
     assert [row["path"] for row in document["layers"]] == [case.path for case in SMALL_LAYERS]
     assert {row["path"] for row in document["layers"]} == {
-        *("fused", "split", "throughput", "grouped", "training", "product")
+        *("fused", "split", "throughput", "grouped", "adapters", "training", "product")
     }
 
 

@@ -114,7 +114,7 @@ SPLIT_MUTATIONS = (
         replaced("ranks_awaited", "Config::num_ctas", "Config::num_ctas - 1"),
         "race|timeout",
     ),
-    M("tokens_not_awaited", removed("staging_awaited"), "race"),
+    M("tokens_not_awaited", removed("staging_awaited"), "race|misuse"),
     M("contributions_not_awaited", removed("contributions_awaited"), "race"),
     M(
         "overwritten_before_added",
@@ -134,7 +134,7 @@ SPLIT_MUTATIONS = (
         replaced("count_awaited", "word != 0", "true"),
         "race|result|misuse|timeout",
     ),
-    M("counts_before_shared", instead("counts_shared", "return true;"), "race"),
+    M("counts_before_shared", instead("counts_shared", "return true;"), "race|misuse"),
     M(
         "range_the_other_way_round",
         instead(

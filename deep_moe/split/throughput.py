@@ -21,6 +21,7 @@ from deep_moe.fused.checks import (
 from deep_moe.fused.run_settings import RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.throughput import (
+    MAX_CTAS,
     Step,
     ThroughputConfig,
     ThroughputShape,
@@ -202,6 +203,8 @@ class AllToAll(SplitLayer):
         token_format: TokenFormatName = "bf16",
     ) -> None:
         super()._set_up(shape, memory, group, run, enable_profiling)
+        if self._settings.num_sms > MAX_CTAS:
+            raise ValueError(f"num_sms must be 1 to {MAX_CTAS}; got {self._settings.num_sms}")
         self._token_format = token_format
         self._config("dispatch", token_format=token_format)  # or an error
         self._last_step: Step | None = None

@@ -90,7 +90,7 @@ class Layer:
         """As the reference takes them."""
         return {"l1_bias": self.l1_bias, "l2_bias": self.l2_bias}
 
-    def operands(self, tokens: Tokens) -> tuple[Any, ...]:
+    def operands(self, tokens: Tokens) -> tuple[Any, Any, Any, Any, Any, Any]:
         """The reference's, for these tokens."""
         return (*(tokens.x, tokens.x_sf, tokens.topk_idx, tokens.topk_weights), self.l1, self.l2)
 

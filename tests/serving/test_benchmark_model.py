@@ -21,9 +21,9 @@ from benchmarks.vllm_model import (
     write_config,
 )
 
-from .test_vllm import INTERMEDIATE, NAME, installed, make_runner, world
-
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
+
+from .test_vllm import INTERMEDIATE, NAME, installed, make_runner, world  # noqa: E402
 
 __all__ = ["installed"]  # a fixture
 

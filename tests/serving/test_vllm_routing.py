@@ -17,6 +17,8 @@ from deep_moe.integrations import served_experts
 from deep_moe.integrations.switch import LOW_LATENCY, PATH_VARIABLE
 from deep_moe.trial.rank_processes import run_on_ranks
 
+pytest.importorskip("vllm", reason="make test-serving installs it")
+
 from .test_vllm import (
     EXPERTS,
     HIDDEN,
@@ -36,8 +38,6 @@ from .test_vllm import (
 )
 
 __all__ = ["installed"]
-
-pytest.importorskip("vllm")
 
 BIAS = torch.tensor([0.5, -0.25, 0.0, 0.125] * (EXPERTS // 4))
 RULES: dict[str, tuple[Router, torch.Tensor | None]] = {

@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -58,8 +59,8 @@ class LayerPath(ABC):
         self, shape: MoEShape, rank: int, layer: Layer, tokens: Tokens, **how: Any
     ) -> Bounds:
         """Of one rank's output. how: further arguments of `reference_bounds`."""
-        return reference_bounds(
-            *layer.operands(tokens),
+        of_operands: Callable[..., Bounds] = partial(reference_bounds, *layer.operands(tokens))
+        return of_operands(
             num_shared_experts=shape.num_shared_experts,
             weights_in_combine=self.weights_in_combine,
             **layer.biases,

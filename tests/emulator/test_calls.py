@@ -159,12 +159,14 @@ KERNEL()(u32* out, u32 frees_twice) {
         ("sust.b.1d.b32.trap [%rd0, {%r0}], {%r1};", "sust.b.1d.b32.trap"),
         ("vadd.s32.s32.s32 %r0, %r1.b0, %r2.b1;", "vadd.s32.s32.s32"),
         ("vadd4.s32.s32.s32 %r0, %r1.b0123, %r2, %r3;", "selection of parts"),
-        ("multimem.ld_reduce.add.v4.e4m3x4 {%r0, %r1, %r2, %r3}, [%rd0];", "type .e4m3x4"),
         (
-            "mma.sp::ordered_metadata.sync.aligned.m16n8k64.row.col.kind::f8f6f4.f32.e2m1.e2m1.f32"
-            " {%r0, %r0, %r0, %r0}, {%r0, %r0, %r0, %r0}, {%r0, %r0, %r0, %r0},"
-            " {%r0, %r0, %r0, %r0}, %r0, 0;",
-            "a sparse A of this kind",
+            "cvt.rn.satfinite.scaled::n2::ue8m0.f16x2.e4m3x2 %r0, %h0, %h1;",
+            "this conversion with scales",
+        ),
+        (
+            "cp.async.bulk.tensor.3d.shared::cta.global.im2col::w.mbarrier::complete_tx::bytes"
+            " [%r0], [%rd0, {%r1, %r2, %r3}], [%r4], {%h0, %h1};",
+            "im2col::w",
         ),
     ],
 )

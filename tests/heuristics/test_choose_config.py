@@ -90,10 +90,6 @@ class TestTurns:
         # Of 16 pairs per m-block, 74 clusters have Linear1 of five at once.
         assert (config.num_turn_m_blocks, config.num_lead_m_blocks) == (1, 14)
 
-    def test_clusters_that_would_have_one_layer_only_have_longer_ones(self):
-        # 44 pairs per m-block, 88 clusters.
-        assert choose_config(V3, 1024, num_sms=176).num_turn_m_blocks == 9
-
     def test_less_than_one_token_per_expert_is_one_turn(self):
         assert choose_config(V3, 3).num_turn_m_blocks == 32
         assert choose_config(V3, 0).num_turn_m_blocks == 32

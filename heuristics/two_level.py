@@ -345,7 +345,7 @@ class TwoLevelShape(ExchangeSizes):
 
         >>> shape = TwoLevelShape(2, 8, 256, 8, 7168, 2048, 128)
         >>> {name: round(size / 2**20, 1) for name, size in shape.buffer_bytes.items()}
-        {'symmetric buffers': 245.5, 'tokens between domains': 3.7, 'partial sums': 5.3}
+        {'symmetric buffers': 245.5, 'tokens between domains': 2.7, 'partial sums': 5.3}
         """
         shapes = [self.domain_shape, *([self.own_shape] if self.own_shape is not None else [])]
         row, tokens = self.row, self.num_max_tokens_per_rank

@@ -9,6 +9,7 @@ import torch
 
 from deep_moe.formats.float_scaled import dequantize_e4m3_float, quantize_e4m3_float
 from deep_moe.fused.gpu import gpu_of
+from deep_moe.targets import products_target
 from deep_moe.training.grouped_product import grouped_product, multiply
 
 UNTOUCHED = 7.0
@@ -77,7 +78,7 @@ class ProductCall:
         if self.by_ends:
             ends = self.count.cumsum(0).int()
             gpu = gpu_of(self.x.device)
-            multiply(*operands, y, gpu, "sm_90a", expert_end=ends, **options)
+            multiply(*operands, y, gpu, products_target().name, expert_end=ends, **options)
         elif grouped_product(*operands, self.count, self.begin, out=y, **options) is not y:
             raise AssertionError("y is not in out")
         return y

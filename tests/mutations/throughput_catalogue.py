@@ -10,6 +10,8 @@ ANYTHING = "race|result|misuse|timeout"
 THROUGHPUT_MUTATIONS = (
     # ---- steps
     M("two_of_a_kind_do_not_meet", instead("same_kind_meets", "return true;"), "race|result"),
+    M("kinds_met_by_some_threads", instead("kinds_met", "return true;"), "race|result"),
+    M("grid_awaited_by_some_threads", instead("grid_agreed", "return true;"), "race|result|misuse"),
     M("last_step_forgotten", removed("step_kept"), "race|result"),
     M("rounds_not_counted", removed("rounds_counted"), "race|timeout"),
     M("part_told_before_written", removed("part_written"), "race"),

@@ -1,9 +1,10 @@
 #include "jit_linker.h"
 
+#include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <iterator>
+#include <memory>
 #include <string>
+#include <utility>
 
 #include "entry_points.h"
 
@@ -54,9 +55,15 @@ int add_data(Linker* linker, int type, const void* data, size_t size, const char
 }
 int add_file(Linker* linker, int type, const char* path) {
     if (!linker || !path) return invalid_input;
-    std::ifstream file(path, std::ios::binary);
+    // Streams of C++ would need a newer glibc.
+    const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path, "rb"), &std::fclose);
     if (!file) return invalid_input;
-    return add(*linker, "nvJitLinkAddFile", type, {std::istreambuf_iterator<char>(file), {}});
+    std::string data;
+    char part[1 << 14];
+    while (const size_t size = std::fread(part, 1, sizeof part, file.get()))
+        data.append(part, size);
+    if (std::ferror(file.get())) return invalid_input;
+    return add(*linker, "nvJitLinkAddFile", type, std::move(data));
 }
 int complete(Linker* linker) {
     return linker && linker->count == 1 ? linked : invalid_input;

@@ -32,12 +32,14 @@ inline std::byte* fast_resolve(Warp& w, Space space, uint64_t address, uint32_t 
                                Access access, int lane) {
     if (space == Space::generic || space == Space::global || space == Space::constant ||
         space == Space::param) {
-        const Region* r = w.last_region;
-        uint64_t at = address - (r ? r->address : 0);
-        if (r && w.last_region_version == w.grid->rank->memory.version() && at < r->size &&
-            bytes <= r->size - at && (access == Access::read || r->writable) &&
-            !(address & (bytes - 1)))
-            return r->host(address);
+        // Of another version it may be gone.
+        const bool is_here = w.last_region_version == w.grid->rank->memory.version();
+        if (const Region* r = is_here ? w.last_region : nullptr) {
+            const uint64_t at = address - r->address;
+            if (at < r->size && bytes <= r->size - at && (access == Access::read || r->writable) &&
+                !(address & (bytes - 1)))
+                return r->host(address);
+        }
     } else if (space == Space::shared || space == Space::shared_cluster) {
         uint32_t offset = uint32_t(address) & shared_offset_mask;
         Cta& cta = *w.cta;

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from deep_moe.split.handle import DispatchHandle
     from deep_moe.split.low_latency import LowLatencyAllToAll
+    from deep_moe.split.throughput import AllToAll
     from deep_moe.tokens import TokenFormatName
 
     from ..served_experts import ServedExperts
@@ -101,7 +102,25 @@ class _Receive:
         self.layer.receive(self.handle)
 
 
-class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
+class StepsOverAllToAll(mk.FusedMoEPrepareAndFinalizeModular):
+    """What vLLM asks of the steps over either of our all-to-alls."""
+
+    layer: LowLatencyAllToAll | AllToAll
+
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return None
+
+    def num_dispatchers(self) -> int:
+        return self.layer.shape.num_ranks
+
+    def output_is_reduced(self) -> bool:
+        return True
+
+    def supports_async(self) -> bool:
+        return True
+
+
+class LowLatencyPrepareAndFinalize(StepsOverAllToAll):
     """Tokens go to their experts, [local experts, ranks * most tokens, hidden] with a count each;
     rows behind a count are not written, and experts must not read them. Rows come back and are
     added with the routing weights, once, in float32.
@@ -113,6 +132,8 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     Ids are those of all ranks' experts, int32 or int64; -1: the slot is not used. Every rank must
     call, those without tokens too. Nothing waits for the GPU on the host.
     """
+
+    layer: LowLatencyAllToAll
 
     def __init__(self, layer: LowLatencyAllToAll) -> None:
         super().__init__()
@@ -129,20 +150,8 @@ class LowLatencyPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     def activation_format(self) -> mk.FusedMoEActivationFormat:
         return mk.FusedMoEActivationFormat.BatchedExperts
 
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        return None
-
     def max_num_tokens_per_rank(self) -> int | None:
         return self.layer.shape.num_max_tokens_per_rank
-
-    def num_dispatchers(self) -> int:
-        return self.layer.shape.num_ranks
-
-    def output_is_reduced(self) -> bool:
-        return True
-
-    def supports_async(self) -> bool:
-        return True
 
     def prepare(
         self,

@@ -23,7 +23,13 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input
 from vllm.v1.worker import ubatching
 
-from .all_to_all import check_num_experts, check_token_format, format_of_experts, weighted_input
+from .all_to_all import (
+    StepsOverAllToAll,
+    check_num_experts,
+    check_token_format,
+    format_of_experts,
+    weighted_input,
+)
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
@@ -42,7 +48,7 @@ class _Sent:
         self.topk_weights = topk_weights
 
 
-class ThroughputPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
+class ThroughputPrepareAndFinalize(StepsOverAllToAll):
     """Tokens go to their experts, a row for each slot: [max_recv_rows, hidden], with an id [rows,
     1] of its expert among those of all ranks, -1 for rows of none. Rows come back and are added
     with the routing weights in float32, once: experts are given weights of 1.
@@ -59,6 +65,8 @@ class ThroughputPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     call, those without tokens too. Nothing waits for the GPU on the host.
     """
 
+    layer: AllToAll
+
     def __init__(self, layer: AllToAll) -> None:
         super().__init__()
         self.layer = layer
@@ -73,20 +81,8 @@ class ThroughputPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     def activation_format(self) -> mk.FusedMoEActivationFormat:
         return mk.FusedMoEActivationFormat.Standard
 
-    def topk_indices_dtype(self) -> torch.dtype | None:
-        return None
-
     def max_num_tokens_per_rank(self) -> int | None:
         return None  # experts of the standard format need no bound
-
-    def num_dispatchers(self) -> int:
-        return self.layer.shape.num_ranks
-
-    def output_is_reduced(self) -> bool:
-        return True
-
-    def supports_async(self) -> bool:
-        return True
 
     def prepare(
         self,

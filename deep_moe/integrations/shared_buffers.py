@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from deep_moe.fused.buffer import SymmBuffer, get_symm_buffer_for_mega_moe
-from deep_moe.fused.peers import exists
+
+from .kept_by_group import KeptByGroup
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,13 +42,9 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
-class SharedBuffers:
+class SharedBuffers(KeptByGroup[SymmBuffer]):
     """Buffers by group, device and sizes. One grows when a call brings more tokens than it holds:
     to the next power of two, so that this happens seldom."""
-
-    def __init__(self) -> None:
-        # By group itself: one that was made after another was destroyed may have its name.
-        self._buffers: dict[tuple[ProcessGroup | None, torch.device, LayerSizes], SymmBuffer] = {}
 
     def buffer(
         self,
@@ -60,9 +57,9 @@ class SharedBuffers:
         with the same arguments, in the same order as the others: where the buffer has to be made
         or made anew, ranks meet."""
         device = with_index(device)
-        self._drop_those_of_destroyed_groups()
+        self._close_those_of_destroyed_groups()
         key = (group, device, sizes)
-        found = self._buffers.get(key)
+        found = self._kept.get(key)
         if found is not None and found.shape.num_max_tokens_per_rank >= num_tokens:
             return found
         if found is not None:
@@ -70,7 +67,7 @@ class SharedBuffers:
             # once all have come here.
             found.reset()
             found.close()
-            del self._buffers[key]
+            del self._kept[key]
         capacity = max(_SMALLEST, 1 << max(num_tokens - 1, 0).bit_length())
         # Tensors that are made in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
@@ -87,16 +84,5 @@ class SharedBuffers:
                 token_format=sizes.token_format,
                 device=device,
             )
-        self._buffers[key] = made
+        self._kept[key] = made
         return made
-
-    def _drop_those_of_destroyed_groups(self) -> None:
-        """As an engine leaves them that ends and starts again in the same process."""
-        for key in [key for key in self._buffers if key[0] is not None and not exists(key[0])]:
-            self._buffers.pop(key).close()
-
-    def close(self) -> None:
-        """Close all. On every rank, before a process group is destroyed."""
-        while self._buffers:
-            _, buffer = self._buffers.popitem()
-            buffer.close()

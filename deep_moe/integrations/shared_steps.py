@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from deep_moe.fused.peers import exists
 from deep_moe.heuristics.low_latency import LowLatencyShape
 from deep_moe.split.grouped_experts import (
     GroupedExperts,
@@ -14,6 +13,7 @@ from deep_moe.split.grouped_experts import (
 )
 from deep_moe.split.low_latency import LowLatencyAllToAll
 
+from .kept_by_group import KeptByGroup
 from .shared_buffers import LayerSizes, with_index
 from .unsupported import UnsupportedError
 
@@ -39,13 +39,9 @@ class Steps(NamedTuple):
         self.all_to_all.close()
 
 
-class SharedSteps:
+class SharedSteps(KeptByGroup[Steps]):
     """Steps by group, device, sizes, activation, number of tokens and target. Layers' calls run one
     after the other, so that one of each is enough."""
-
-    def __init__(self) -> None:
-        # By group itself: one that was made after another was destroyed may have its name.
-        self._steps: dict[tuple[Any, ...], Steps] = {}
 
     def steps(
         self,
@@ -59,24 +55,17 @@ class SharedSteps:
         """Every rank of `group` must call this with the same arguments, in the same order as the
         others: where the steps have to be made, ranks meet. Raises UnsupportedError, on all, if
         they cannot be made: for ranks whose GPUs are not linked."""
-        for old in [old for old in self._steps if old[0] is not None and not exists(old[0])]:
-            self._steps.pop(old).close()
+        self._close_those_of_destroyed_groups()
         device = with_index(device)
         key = (group, device, sizes, activation, max_tokens_per_rank, arch)
-        if key not in self._steps:
+        if key not in self._kept:
             try:
-                self._steps[key] = _make_steps(
+                self._kept[key] = _make_steps(
                     group, device, sizes, activation, max_tokens_per_rank, arch
                 )
             except ValueError as error:
                 raise UnsupportedError(str(error)) from None
-        return self._steps[key]
-
-    def close(self) -> None:
-        """Close all. On every rank, before a process group is destroyed."""
-        while self._steps:
-            _, steps = self._steps.popitem()
-            steps.close()
+        return self._kept[key]
 
 
 def _make_steps(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,3 +99,36 @@ def test_an_engine_that_starts_again_gets_new_ones(
     assert found[2] is found[3]
     assert found[2] is not found[0]
     assert [one.is_closed for one in made] == [i < len(made) // 2 for i in range(len(made))]
+
+
+# The first exit handler runs last.
+SERVED_AND_ENDED = """
+import atexit
+from pathlib import Path
+
+def count_group_threads():
+    names = [Path(task, "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    print(sum("gloo" in name for name in names))
+
+atexit.register(count_group_threads)
+import torch
+import torch.distributed as dist
+from deep_moe.integrations.served_experts import buffers
+from deep_moe.integrations.shared_buffers import LayerSizes
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+count_group_threads()
+sizes = LayerSizes(8, 2, 256, 128, "mxfp4", "mxfp8")
+buffers.buffer(dist.group.WORLD, torch.device("cpu"), sizes, 5)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no list of threads here")
+def test_nothing_holds_a_group_when_python_ends() -> None:
+    """Its threads would be stopped where they are, which can abort the process."""
+    ran = subprocess.run(
+        [sys.executable, "-c", SERVED_AND_ENDED], check=True, capture_output=True, text=True
+    )
+    before, at_the_end = map(int, ran.stdout.split())
+    assert before > 0
+    assert at_the_end == 0

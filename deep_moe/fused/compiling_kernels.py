@@ -101,6 +101,7 @@ def compile_ahead(
     fast_math: bool = True,
     *,
     num_workers: int | None = None,
+    has_token_scale: bool = False,
     **options: Unpack[CallOptions],
 ) -> CompilingKernels:
     """Begin to compile every kernel that calls with a buffer can need, and return at once.
@@ -117,6 +118,7 @@ def compile_ahead(
         fast_math: of the calls.
         num_workers: processes; by default one per CPU that this one may use, at most 32, shared
             among as many ranks as the buffer has, up to 8.
+        has_token_scale: `prepare_inputs` will be given a token_scale.
         {options}
 
     Of the options arch, num_sms, overrides and accumulate decide which kernels these are.
@@ -131,6 +133,12 @@ def compile_ahead(
         require_int("num_workers", num_workers, "processes")
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1; got {num_workers}")
+    require_type("has_token_scale", has_token_scale, bool, "a bool")
+    if has_token_scale and not buffer.shape.tokens.has_one_scale:
+        raise ValueError(
+            "has_token_scale must be False for a buffer whose tokens have no float32 scale of "
+            "their own; got True"
+        )
     given = given_options("compile_ahead", options)
     given |= {"activation": activation, "fast_math": fast_math}
     if activation_clamp is not None:
@@ -141,7 +149,9 @@ def compile_ahead(
     sharers = min(num_ranks, _MAX_RANKS_PER_HOST)
     work = CompileWork(
         choose,
-        tuple(input_preparation.usual_configs(buffer, choose.arch)),
+        tuple(
+            input_preparation.usual_configs(buffer, choose.arch, has_token_scale=has_token_scale)
+        ),
         num_workers or max(1, min(len(os.sched_getaffinity(0)), _MAX_PROCESSES) // sharers),
         buffer.rank % sharers / sharers,
         buffer.gpu is None,

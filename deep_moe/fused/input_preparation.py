@@ -681,11 +681,13 @@ def row_fields(input_x: torch.Tensor, input_x_sf: torch.Tensor) -> dict[str, Any
     }
 
 
-def usual_configs(buffer: SymmBuffer, arch: str) -> list[PrepareInputsConfig]:
+def usual_configs(
+    buffer: SymmBuffer, arch: str, *, has_token_scale: bool
+) -> list[PrepareInputsConfig]:
     """The kernels for a buffer without a mask, a map and counters, whatever the router's dtypes."""
     rows = buffer.x, buffer.x_sf
     return [
-        _config(ids, weights, None, None, None, rows, arch)
+        _config(ids, weights, None, None, None, rows, arch, has_token_scale=has_token_scale)
         for ids in TOPK_IDX_DTYPES
         for weights in TOPK_WEIGHT_DTYPES
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 from deep_moe.errors import DeepMoEError
@@ -18,23 +18,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class _Kind(NamedTuple):
+    """What decides which kernels calls of a buffer need."""
+
+    activation: Activation
+    has_token_scale: bool
+
+
 class KernelsAhead:
     """Of all buffers of this process; one thread at a time."""
 
     def __init__(self) -> None:
-        self._begun: WeakKeyDictionary[SymmBuffer, set[Activation]] = WeakKeyDictionary()
+        self._begun: WeakKeyDictionary[SymmBuffer, set[_Kind]] = WeakKeyDictionary()
         self._running: list[CompilingKernels] = []
 
-    def begin(self, buffer: SymmBuffer, activation: Activation) -> None:
+    def begin(self, buffer: SymmBuffer, activation: Activation, *, has_token_scale: bool) -> None:
         """Once for each kind of calls. In the emulator calls compile what they need."""
         if buffer.gpu is None or not read_compile_ahead():
             return
         begun = self._begun.setdefault(buffer, set())
-        if activation in begun:
+        kind = _Kind(activation, has_token_scale)
+        if kind in begun:
             return
-        begun.add(activation)
+        begun.add(kind)
         try:
-            self._running.append(compile_ahead(buffer, activation))
+            self._running.append(compile_ahead(buffer, activation, has_token_scale=has_token_scale))
         except OSError as error:  # no process to be had
             _warn(error)
 

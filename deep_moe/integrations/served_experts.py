@@ -433,7 +433,7 @@ class ServedExperts:
             buffer = self.buffer()
         except ValueError as error:
             raise UnsupportedError(str(error)) from None
-        kernels.begin(buffer, self.activation)
+        kernels.begin(buffer, self.activation, has_token_scale=self.token_scale is not None)
 
     def renew(self) -> None:
         """Behind a replacement of weights: an engine may have slept before, and given the memory of

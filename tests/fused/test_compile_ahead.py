@@ -26,6 +26,7 @@ from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.call_plan import prepare_call
 from deep_moe.fused.compile_worker import CompileWork, compile_missing
 from deep_moe.heuristics import MoEShape
+from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
 from deep_moe.jit.cache import KernelCache
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
 from deep_moe.targets import MegaMoEConfig, target_of
@@ -128,6 +129,27 @@ def test_they_are_what_calls_on_a_gpu_ask_for(
                     prepare_call(layers.ys[0][:num_tokens], l1, l2, layers.buffer, {}, {})
     assert len(asked) > 1
     assert asked <= compiled
+
+
+@pytest.mark.parametrize("has_token_scale", [False, True])
+def test_inputs_with_one_scale_for_all_tokens_have_kernels_of_their_own(
+    has_token_scale: bool, works: list[CompileWork], monkeypatch: pytest.MonkeyPatch
+):
+    asked: set[PrepareInputsConfig] = set()
+    monkeypatch.setattr(input_preparation, "_launch", lambda plan, *_: asked.add(plan.config))
+    formats: dict[str, Any] = {"weights": "fp8", "token_format": "fp8_token"}
+    scale = torch.ones(1) if has_token_scale else None
+    with closing(
+        deep_moe.get_symm_buffer_for_mega_moe(None, 4, 24, 2, 256, 128, **formats)
+    ) as buffer:
+        deep_moe.compile_ahead(buffer, arch="sm_90a", has_token_scale=has_token_scale)
+        x = torch.zeros(2, 256, dtype=torch.bfloat16)
+        for ids in (torch.int64, torch.int32):
+            for weights in (torch.float32, torch.bfloat16):
+                routing = torch.full((2, 2), -1, dtype=ids), torch.zeros(2, 2, dtype=weights)
+                deep_moe.prepare_inputs(x, *routing, buffer, token_scale=scale, arch="sm_90a")
+    (work,) = works
+    assert asked == set(work.preparations)
 
 
 class CountingGpu(UndrivenGpu):
@@ -264,6 +286,8 @@ def test_a_limit_of_waiting(cache: KernelCache):
         ({"activation": "relu"}, ValueError, "relu"),
         ({"activation_clamp": -1.0}, ValueError, "activation_clamp"),
         ({"overrides": {"block_m": 7}}, ValueError, "block_m"),
+        ({"has_token_scale": 1}, TypeError, "has_token_scale must be a bool; got int"),
+        ({"has_token_scale": True}, ValueError, "has_token_scale must be False for a buffer"),
         ({"stages": 3}, TypeError, "compile_ahead.. got an unexpected keyword argument 'stages'"),
     ],
 )

@@ -27,8 +27,9 @@ VARIABLE = "DEEP_MOE_COMPILE_AHEAD"
 class Compiling(CompilingKernels):
     """Without another interpreter. failure: what waiting says."""
 
-    def __init__(self, failure: str | None = None) -> None:
+    def __init__(self, failure: str | None = None, has_token_scale: bool = False) -> None:
         self.failure = failure
+        self.has_token_scale = has_token_scale
         self.num_waits = 0
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -43,8 +44,8 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Compiling]:
     monkeypatch.delenv(VARIABLE, raising=False)
     made: list[Compiling] = []
 
-    def compile_ahead(*_: object) -> Compiling:
-        made.append(Compiling())
+    def compile_ahead(*_: object, has_token_scale: bool) -> Compiling:
+        made.append(Compiling(has_token_scale=has_token_scale))
         return made[-1]
 
     monkeypatch.setattr(kernels_ahead, "compile_ahead", compile_ahead)
@@ -65,13 +66,32 @@ def test_each_kind_of_calls_begins_once(buffer: deep_moe.SymmBuffer, begun: list
     ahead = KernelsAhead()
     assert ahead.are_compiled
     for activation in (Swiglu(), Swiglu(10.0), Swiglu()):
-        ahead.begin(buffer, activation)
-    assert len(begun) == 2
+        for has_token_scale in (False, True, False):
+            ahead.begin(buffer, activation, has_token_scale=has_token_scale)
+    assert [compiling.has_token_scale for compiling in begun] == [False, True] * 2
     assert not ahead.are_compiled
     ahead.wait()
     assert ahead.are_compiled
     ahead.wait()
-    assert [compiling.num_waits for compiling in begun] == [1, 1]
+    assert [compiling.num_waits for compiling in begun] == [1] * 4
+
+
+@pytest.mark.parametrize("scale", [None, torch.tensor([0.5])])
+def test_a_layer_says_whether_its_tokens_have_one_scale(
+    scale: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+):
+    told: list[bool] = []
+
+    class Told(KernelsAhead):
+        def begin(self, *_: object, has_token_scale: bool) -> None:
+            told.append(has_token_scale)
+
+    monkeypatch.setattr(served_experts, "kernels", Told())
+    layer = served("sm_100a")
+    layer.has_static_scales, layer.local_token_scale = scale is not None, scale
+    layer.prepare()
+    assert told == [scale is not None]
+    served_experts.buffers.close()
 
 
 def test_a_failure_is_logged_and_the_others_are_waited_for(
@@ -79,7 +99,7 @@ def test_a_failure_is_logged_and_the_others_are_waited_for(
 ):
     ahead = KernelsAhead()
     for clamp in (1.0, 2.0, 3.0):
-        ahead.begin(buffer, Swiglu(clamp))
+        ahead.begin(buffer, Swiglu(clamp), has_token_scale=False)
     begun[1].failure = "no compiler"
     with caplog.at_level(logging.WARNING):
         ahead.wait()
@@ -93,7 +113,7 @@ def test_where_no_process_can_be_started(
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     ahead = KernelsAhead()
     with caplog.at_level(logging.WARNING):
-        ahead.begin(buffer, Swiglu())
+        ahead.begin(buffer, Swiglu(), has_token_scale=False)
     assert "calls compile their own kernels: [Errno 2] No such file" in caplog.text
     assert ahead.are_compiled
 
@@ -103,13 +123,13 @@ def test_a_user_turns_it_off(
 ):
     ahead = KernelsAhead()
     monkeypatch.setenv(VARIABLE, "0")
-    ahead.begin(buffer, Swiglu())
+    ahead.begin(buffer, Swiglu(), has_token_scale=False)
     assert begun == []
     monkeypatch.setenv(VARIABLE, "perhaps")
     with pytest.raises(ValueError, match=rf"{VARIABLE} must be 1 .* or 0 .*; got 'perhaps'"):
-        ahead.begin(buffer, Swiglu())
+        ahead.begin(buffer, Swiglu(), has_token_scale=False)
     monkeypatch.setenv(VARIABLE, "1")
-    ahead.begin(buffer, Swiglu())
+    ahead.begin(buffer, Swiglu(), has_token_scale=False)
     assert len(begun) == 1
 
 

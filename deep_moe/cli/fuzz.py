@@ -38,9 +38,10 @@ def fuzz(
         typer.Option(
             "--path",
             help="Cases of this path only: fused, split, throughput (the layer of many tokens), "
-            "grouped (GroupedExperts), adapters (what adapters of engines do with ranks' tokens in "
-            "front of the fused call), training (the differentiable layer, forward and backward) "
-            "or product (grouped_product). Otherwise all in turn.",
+            "grouped (GroupedExperts), two_level (TwoLevelMoE, several domains), adapters (what "
+            "adapters of engines do with ranks' tokens in front of the fused call), training (the "
+            "differentiable layer, forward and backward) or product (grouped_product). Otherwise "
+            "all in turn.",
         ),
     ] = None,
     arch: Annotated[
@@ -94,6 +95,7 @@ def fuzz(
     from deep_moe.trial.split_fuzzing import SplitCase
     from deep_moe.trial.throughput_fuzzing import ThroughputCase
     from deep_moe.trial.training_fuzzing import TrainingCase
+    from deep_moe.trial.two_level_fuzzing import TwoLevelCase
 
     if not hours and not minutes and count is None and not grid:
         raise typer.BadParameter("say how long: --hours, --minutes, --count or --grid")
@@ -103,7 +105,7 @@ def fuzz(
         kind.path: kind
         for kind in (
             *(FuzzCase, SplitCase, ThroughputCase, GroupedCase),
-            *(AdapterCase, TrainingCase, ProductCase),
+            *(TwoLevelCase, AdapterCase, TrainingCase, ProductCase),
         )
     }
     if path not in (None, *kinds):
@@ -148,7 +150,7 @@ def fuzz(
         turns = (
             *(FuzzCase, SplitCase, TrainingCase),
             *(FuzzCase, ThroughputCase, ProductCase, TrainingCase),
-            *(FuzzCase, GroupedCase, AdapterCase, ProductCase, TrainingCase),
+            *(FuzzCase, GroupedCase, AdapterCase, TwoLevelCase, ProductCase, TrainingCase),
         )
         drawn: Sequence[type[Case]] = turns if path is None else (kinds[path],)
         cases = itertools.chain(

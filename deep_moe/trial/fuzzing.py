@@ -52,7 +52,6 @@ ARCHS = tuple(TARGETS)
 CASES_PER_KERNEL = 4  # one after the other, so that a compilation serves several
 CASES_PER_GRID_KERNEL = 56
 NUM_KERNEL_AXES = 8  # the first ones, which the grid has all combinations of
-NUM_CALLS = 2
 _MAX_TOKENS = 64
 # Ranks, experts, top-k, hidden, intermediate. Few, so that many cases share a compiled kernel.
 # One's intermediate size is padded, to 128. One's lists may have several pages.
@@ -152,10 +151,11 @@ class Case(Protocol):
 @dataclass(frozen=True)
 class FuzzCase:
     """Two calls of all ranks on inputs whose sums are exact. Of the fused call; for another path,
-    derive from it: path, axes_of and num_held say which cases there are."""
+    derive from it: path, axes_of, num_held and num_calls say which cases there are."""
 
     path: ClassVar[str] = "fused"
     num_held: ClassVar[int] = 11  # the first axes, which are compiled in
+    num_calls: ClassVar[int] = 2
 
     number: int
     arch: str
@@ -269,7 +269,7 @@ class FuzzCase:
                     )
                 )
             ]
-            for _ in range(NUM_CALLS)
+            for _ in range(self.num_calls)
         ]
 
     def run(self) -> str:
@@ -284,7 +284,7 @@ class FuzzCase:
             expected_stats = self.received(tokens).split(self.shape.num_experts_per_rank)
             for rank, (own, output) in enumerate(zip(tokens, of_call, strict=True)):
                 own = self.as_received(own)
-                comparison = compare(output.y, self.expected(own, layer))
+                comparison = compare(output.y, self.expected(rank, own, layer))
                 if not comparison.is_right:
                     return f"call {call_idx}, rank {rank}: {comparison}"
                 if not torch.equal(output.stats, expected_stats[rank]):
@@ -307,8 +307,8 @@ class FuzzCase:
         """Whether the input is in BF16."""
         return bool(self.values["inputs"] == "prepared")
 
-    def expected(self, tokens: Tokens, layer: Layer) -> torch.Tensor | Bounds:
-        """A rank's output, or what it may be where the activation leaves no result exact."""
+    def expected(self, rank: int, tokens: Tokens, layer: Layer) -> torch.Tensor | Bounds:
+        """Its output, or what it may be where the activation leaves no result exact."""
         activation = self.activation
         inputs = layer.operands(tokens)
         numerics = self.target_weights.numerics

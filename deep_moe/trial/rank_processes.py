@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,20 +16,32 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 
-def run_on_ranks(work: Callable[..., None], num_ranks: int, device_type: str, *args: Any) -> None:
+def run_on_ranks(
+    work: Callable[..., None],
+    num_ranks: int,
+    device_type: str,
+    *args: Any,
+    start_method: Literal["spawn", "fork"] = "spawn",
+) -> None:
     """Run work(device, *args) in a process for each rank, all in one group: rank r on GPU r
     ("cuda") or emulated ("cpu"). If one fails, the others are ended, and the error holds its
-    traceback."""
+    traceback.
+
+    start_method: "fork" saves the seconds in which a process imports PyTorch; CUDA does not
+    survive it."""
     with tempfile.TemporaryDirectory(prefix="deep_moe_ranks_") as folder:
-        torch.multiprocessing.spawn(
-            _run_spawned, args=(work, num_ranks, device_type, folder, args), nprocs=num_ranks
+        torch.multiprocessing.start_processes(
+            _run_spawned,
+            args=(work, num_ranks, device_type, folder, args),
+            nprocs=num_ranks,
+            start_method=start_method,
         )
 
 
 def results_of_ranks(
-    work: Callable[..., Any], num_ranks: int, device_type: str, *args: Any
+    work: Callable[..., Any], num_ranks: int, device_type: str, *args: Any, **how: Any
 ) -> list[Any]:
-    """What work(device, *args) returns on each rank of `run_on_ranks`."""
+    """What work(device, *args) returns on each rank of `run_on_ranks`. how: its start_method."""
     num_gpus = torch.cuda.device_count()
     if device_type == "cuda" and num_gpus < num_ranks:
         raise ValueError(
@@ -37,7 +49,7 @@ def results_of_ranks(
         )
     with tempfile.TemporaryDirectory(prefix="deep_moe_trial_") as folder:
         files = [Path(folder, f"rank{rank}.pt") for rank in range(num_ranks)]
-        run_on_ranks(_save_result, num_ranks, device_type, work, files, *args)
+        run_on_ranks(_save_result, num_ranks, device_type, work, files, *args, **how)
         return [torch.load(file, weights_only=False) for file in files]
 
 

@@ -111,7 +111,7 @@ class SplitCase(FuzzCase):
         x_sf = pack_ue8m0(scale_bytes.repeat_interleave(4, 1))
         return Tokens(values, x_sf, own.topk_idx, own.topk_weights)
 
-    def expected(self, tokens: Tokens, layer: Layer) -> torch.Tensor | Bounds:
+    def expected(self, rank: int, tokens: Tokens, layer: Layer) -> torch.Tensor | Bounds:
         activation = self.activation
         inputs = layer.operands(tokens)
         how: dict[str, Any] = {

@@ -22,6 +22,7 @@ from deep_moe.trial.product_fuzzing import ProductCase
 from deep_moe.trial.split_fuzzing import SplitCase
 from deep_moe.trial.throughput_fuzzing import ThroughputCase
 from deep_moe.trial.training_fuzzing import TrainingCase
+from deep_moe.trial.two_level_fuzzing import TwoLevelCase
 from tests.everyday import parametrize
 
 FUSED = ["fuzz", "--path", "fused"]
@@ -163,18 +164,18 @@ def test_paths_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     cases: list[FuzzCase] = []
     kinds = (
         *(FuzzCase, SplitCase, ThroughputCase, GroupedCase),
-        *(AdapterCase, TrainingCase, ProductCase),
+        *(TwoLevelCase, AdapterCase, TrainingCase, ProductCase),
     )
     for kind in kinds:
         monkeypatch.setattr(kind, "run", lambda case: cases.append(case) or "broken")
     corpus = tmp_path / "corpus"
     command = ["fuzz", "--workers", "1", "--corpus", str(corpus)]
-    count = 12 * CASES_PER_KERNEL - 8
+    count = 13 * CASES_PER_KERNEL - 9
     result = CliRunner().invoke(app, [*command, "--first", "1", "--count", str(count)])
     turns = [path for path, _ in itertools.groupby(case.path for case in cases)]
     assert turns == [
         *("fused", "split", "training", "fused", "throughput", "product", "training"),
-        *("fused", "grouped", "adapters", "product", "training"),
+        *("fused", "grouped", "adapters", "two_level", "product", "training"),
     ]
     numbers = [case.number for case in cases if case.path == "fused"]
     assert numbers == list(range(1, 3 * CASES_PER_KERNEL))
@@ -188,8 +189,8 @@ def test_paths_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     for options, words in (
         (
             ["--path", "two-level"],
-            "--path must be one of fused, split, throughput, grouped, adapters, training, "
-            "product; got 'two-level'",
+            "--path must be one of fused, split, throughput, grouped, two_level, adapters, "
+            "training, product; got 'two-level'",
         ),
         (["--path", "split", "--grid"], "--grid must be without --path split"),
     ):

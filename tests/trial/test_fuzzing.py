@@ -28,11 +28,12 @@ from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.split_fuzzing import SplitCase
 from deep_moe.trial.synthetic import received
 from deep_moe.trial.throughput_fuzzing import ThroughputCase
+from deep_moe.trial.two_level_fuzzing import TwoLevelCase
 from tests.everyday import parametrize
 
 from .fuzz_cases import with_values
 
-KINDS = (FuzzCase, SplitCase, ThroughputCase, GroupedCase, AdapterCase)
+KINDS = (FuzzCase, SplitCase, ThroughputCase, GroupedCase, TwoLevelCase, AdapterCase)
 
 
 def one_round(kind: type[FuzzCase], arch: str, first_round: int = 0) -> list[FuzzCase]:

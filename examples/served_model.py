@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +34,7 @@ ALLOWED = 0.1
 # A line of an engine's log: its load balancer has moved experts. vLLM tries it once at start.
 MOVED = re.compile(r"Rearranged experts(?!.*profile)|EPLBManager\] rebalance end")
 STEPS_BETWEEN_MOVES = 8
+END_S = 20  # that an engine has to end by itself, once its results are written
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -394,14 +398,14 @@ def run_child(
                     env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
                     stdout=file,
                     stderr=subprocess.STDOUT,
+                    # A session of its own: the engine's processes end with it.
+                    start_new_session=True,
                 )
             )
-    while any(child.poll() is None for child in children):
-        ended = zip(children, outs, strict=True)
-        if any(child.poll() and not out.exists() for child, out in ended):
-            for child in children:  # those that wait for the one that failed
-                child.terminate()
-        time.sleep(0.2)
+    try:
+        await_results(children, outs)
+    finally:
+        end_groups(children)
     # Whose result is there has served, however an engine's threads end with it.
     failed = [i for i, out in enumerate(outs) if not out.exists()]
     if failed:
@@ -419,6 +423,27 @@ def run_child(
         result["paths"] += [line for line in lines if "experts run by" in line]
         result["moves"] += [line for line in lines if MOVED.search(line)]
     return result
+
+
+def await_results(children: list[subprocess.Popen[bytes]], outs: list[Path]) -> None:
+    """Until all children have ended, or one has failed, or `END_S` after all results are there: an
+    engine's processes may not end by themselves, with memory that sleeps for one."""
+    deadline = math.inf
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        are_there = [out.exists() for out in outs]
+        if all(are_there):
+            deadline = min(deadline, time.monotonic() + END_S)
+        if any(child.poll() and not made for child, made in zip(children, are_there, strict=True)):
+            return
+        time.sleep(0.2)
+
+
+def end_groups(children: list[subprocess.Popen[bytes]]) -> None:
+    """End those that still run, and what all of them have started."""
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def with_new_weights(result: dict[str, Any]) -> dict[str, Any]:

@@ -141,6 +141,9 @@ json.dump({"prompts": [[rank - 1.0, -3.0]], "tokens": [[1]], "decoded": [[-1.0]]
 if os.environ.get("ABORTS") == "1":
     sys.stdout.flush()
     os.abort()
+if os.environ.get("STAYS") == "1":
+    sys.stdout.flush()
+    import time; time.sleep(600)
 """
 
 
@@ -178,6 +181,11 @@ def test_children_are_run_together_and_compared(tmp_path, monkeypatch, capsys):
     assert served_model.report(runs, "deep_moe", 1, new_weights=True) == 1
     # As an engine may end whose threads outlive it.
     monkeypatch.setitem(os.environ, "ABORTS", "1")
+    assert served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine") == run
+    monkeypatch.setitem(os.environ, "ABORTS", "0")
+    # Or one that does not end.
+    monkeypatch.setattr(served_model, "END_S", 0.5)
+    monkeypatch.setitem(os.environ, "STAYS", "1")
     assert served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine") == run
     monkeypatch.setitem(os.environ, "FAILS", "1")
     with pytest.raises(SystemExit, match="an engine ended with exit status 3"):

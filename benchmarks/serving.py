@@ -1,14 +1,17 @@
-"""Times whole models in vLLM, with their experts in deep_moe and as vLLM runs them by itself.
+"""Times whole models in vLLM or SGLang, with their experts in deep_moe and as the engine runs them
+by itself.
 
     python -m benchmarks.serving --json serving-1.json
     python -m benchmarks.serving --gpus 2 --json serving-2.json
+    python -m benchmarks.serving --server sglang --weights fp8 --json serving-sglang.json
     python -m benchmarks.serving --show serving-1.json serving-2.json --markdown a.md --svg a.svg
 
-The model has Qwen3-MoE's shape, random weights that are made in place, and MXFP4 experts of a
-published model's sizes. It is served once for each of --engines, in processes of its own, one after
-the other, with vLLM's default options: torch.compile and CUDA graphs. Over several GPUs, attention
-is spread by heads and experts by expert parallelism. vLLM must be importable, a folder on
-PYTHONPATH is enough; nothing is fetched. All engines get the same requests.
+The model has Qwen3-MoE's shape, random weights that are made in place, and MXFP4 or FP8 experts of
+a published model's sizes. It is served once for each of --engines, in processes of its own, one
+after the other, with the server's default options: CUDA graphs, and in vLLM torch.compile. Over
+several GPUs, attention is spread by heads and experts by expert parallelism, but for SGLang's own,
+which have slices of all experts. The server must be importable, a folder on PYTHONPATH is enough;
+nothing is fetched. All engines get the same requests.
 
 Parts, in this order:
 
@@ -43,6 +46,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,7 +55,9 @@ from deep_moe.cli.output import new_table, stdout
 from deep_moe.heuristics import PRESETS
 
 from .chart import Curve, Panel, Style, chart
-from .vllm_model import ENVIRONMENT, VOCABULARY, VllmModel, write_config
+from .served_model import ENVIRONMENT, VOCABULARY, WEIGHTS, quantization_of, write_config
+from .sglang_model import SglangModel
+from .vllm_model import ROUTING_VARIABLE, VllmModel
 
 PARTS = ("prefill", "first", "decode", "batch", "mixed")
 SIZES = ("experts", "topk", "hidden", "intermediate")
@@ -59,26 +65,36 @@ SIZES = ("experts", "topk", "hidden", "intermediate")
 
 @dataclass(frozen=True)
 class Served:
-    """Who runs the experts. variables: of the environment."""
+    """Who runs the experts. servers: in which of them. variables: of the environment."""
 
     label: str
-    variables: Mapping[str, str]
     style: Style
+    is_ours: bool = True
+    servers: tuple[str, ...] = ("vllm", "sglang")
+    variables: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def is_ours(self) -> bool:
-        return self.variables["DEEP_MOE_VLLM"] == "1"
+    def environment(self) -> dict[str, str]:
+        switch = "1" if self.is_ours else "0"
+        return {"DEEP_MOE_VLLM": switch, "DEEP_MOE_SGLANG": switch, **self.variables}
 
 
 ENGINES = {
-    "deep_moe": Served("deep_moe", {"DEEP_MOE_VLLM": "1"}, Style("#0969da")),
+    "deep_moe": Served("deep_moe", Style("#0969da")),
     "deep_moe_bf16": Served(
         "deep_moe, BF16 tokens",
-        {"DEEP_MOE_VLLM": "1", "DEEP_MOE_TOKEN_FORMAT": "bf16"},
         Style("#0969da", "5 3", "ring"),
+        variables={"DEEP_MOE_TOKEN_FORMAT": "bf16"},
     ),
-    "vllm": Served("vLLM's own choice", {"DEEP_MOE_VLLM": "0"}, Style("#bc4c00")),
+    "deep_moe_unrouted": Served(
+        "deep_moe behind vLLM's router",
+        Style("#1a7f37"),
+        servers=("vllm",),
+        variables={ROUTING_VARIABLE: "0"},
+    ),
+    "vllm": Served("vLLM's own choice", Style("#bc4c00"), is_ours=False, servers=("vllm",)),
+    "sglang": Served("SGLang's own choice", Style("#bc4c00"), is_ours=False, servers=("sglang",)),
 }
+SERVERS = {"vllm": VllmModel, "sglang": SglangModel}
 
 
 def main() -> None:
@@ -102,7 +118,11 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["deep_moe", "vllm"])
+    parser.add_argument("--server", choices=SERVERS, default="vllm")
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, help="default: deep_moe and the server's own"
+    )
+    parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help="of experts")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--model", choices=sorted(PRESETS), default="deepseek-v4-flash")
     parser.add_argument("--layers", type=int, default=6)
@@ -116,8 +136,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=200, help="prompts of the part `first`")
     parser.add_argument("--requests", type=int, default=400, help="of the part `mixed`")
     parser.add_argument("--rate", type=float, default=40.0, help="requests a second, of `mixed`")
-    parser.add_argument("--step-tokens", type=int, help="most of a step; default: vLLM's")
-    parser.add_argument("--memory", type=float, default=0.8, help="share of a GPU's for vLLM")
+    parser.add_argument("--step-tokens", type=int, help="most of a step; default: vLLM's, 8192")
+    parser.add_argument("--memory", type=float, default=0.8, help="share of a GPU's")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, help="of each engine, which is stopped then")
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
@@ -137,6 +157,10 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--decode must be at least 1, and --rate more than 0")
     if (arguments.markdown or arguments.svg) and not arguments.show:
         parser.error("--markdown and --svg need --show")
+    arguments.engines = arguments.engines or ["deep_moe", arguments.server]
+    for name in arguments.engines:
+        if arguments.server not in ENGINES[name].servers:
+            parser.error(f"--engines {name} is none of --server {arguments.server}")
     for name, size in zip(SIZES, PRESETS[arguments.model], strict=True):
         if getattr(arguments, name) is None:
             setattr(arguments, name, size)
@@ -146,6 +170,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 class Engine(Protocol):
     """What serves the model; see `VllmModel`. A name belongs to one request at a time."""
 
+    name: str
     start_seconds: float
 
     def add(self, name: str, prompt: Sequence[int], new_tokens: int) -> None: ...
@@ -354,7 +379,7 @@ def serve_all(arguments: argparse.Namespace) -> int:
         for name in arguments.engines:
             command = [sys.executable, "-m", "benchmarks.serving", *sys.argv[1:]]
             command += ["--serve", name, "--json", str(path)]
-            environment = {**os.environ, **ENVIRONMENT, **ENGINES[name].variables}
+            environment = {**os.environ, **ENVIRONMENT, **ENGINES[name].environment()}
             reason = run_limited(command, environment, arguments.limit_s)
             if reason is not None:
                 failed += 1
@@ -389,10 +414,12 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 def new_report(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "arguments": {name: str(value) for name, value in vars(arguments).items()},
-        "model": {name: getattr(arguments, name) for name in ("model", "layers", *SIZES)},
+        "model": {
+            name: getattr(arguments, name) for name in ("model", "layers", "weights", *SIZES)
+        },
         "gpus": arguments.gpus,
         "machine": None,
-        "vllm": None,
+        "server": None,
         "engines": {},
     }
 
@@ -421,16 +448,21 @@ def serve_one(
         write_config(
             Path(folder),
             layers=arguments.layers,
+            quantization=quantization_of(
+                arguments.weights, arguments.layers, in_sglang=arguments.server == "sglang"
+            ),
             **{size: getattr(arguments, size) for size in SIZES},
         )
-        engine = (make_engine or make_vllm)(Path(folder), arguments)
+        engine = (make_engine or make_server)(Path(folder), arguments)
         serve_parts(engine, path, name, arguments, clock or WallClock())
         engine.close()
 
 
-def make_vllm(folder: Path, arguments: argparse.Namespace) -> Engine:
-    return VllmModel(
+def make_server(folder: Path, arguments: argparse.Namespace) -> Engine:
+    of_weights = {"weights": arguments.weights} if arguments.server == "sglang" else {}
+    return SERVERS[arguments.server](
         folder,
+        **of_weights,
         gpus=arguments.gpus,
         max_requests=max(256, *arguments.decode),
         step_tokens=arguments.step_tokens,
@@ -444,7 +476,8 @@ def serve_parts(
 ) -> None:
     layers = [*engine.layers().values()]
     report = json.loads(path.read_text())
-    report["machine"], report["vllm"] = engine.machine(), vllm_version()
+    report["machine"] = engine.machine()
+    report["server"] = f"{engine.name} {version_of(arguments.server)}"
     own = report["engines"].setdefault(name, {})
     own |= {
         "label": ENGINES[name].label,
@@ -456,7 +489,7 @@ def serve_parts(
     write_report(path, report)
     print(f"{name}: layers of experts run by {own['layers']}", flush=True)
     by_deep_moe = len(layers) if ENGINES[name].is_ours else 0
-    if not layers or layers.count("deep_moe") != by_deep_moe:
+    if not layers or sum(who.startswith("deep_moe") for who in layers) != by_deep_moe:
         raise RuntimeError(
             f"{name}: deep_moe must run {by_deep_moe} of {len(layers)} layers of experts; "
             f"got {own['layers']}"
@@ -473,12 +506,11 @@ def add_part(
     own["kernels_at_end"] = counts
 
 
-def vllm_version() -> str | None:
+def version_of(package: str) -> str | None:
     try:
-        import vllm
-    except ImportError:
+        return version(package)
+    except PackageNotFoundError:
         return None
-    return str(vllm.__version__)
 
 
 def values_of(result: Mapping[str, float]) -> str:
@@ -519,8 +551,9 @@ def table_of(report: Mapping[str, Any]) -> Table:
     model, engines = report["model"], report["engines"]
     gpus = f"{report['gpus']} GPU{'s' if report['gpus'] > 1 else ''}"
     title = (
-        f"{report['machine']['gpu']}, {gpus}, vLLM {report['vllm']}: {model['layers']} layers of "
-        f"{model['experts']} MXFP4 experts, {model['hidden']} x {model['intermediate']}"
+        f"{report['machine']['gpu']}, {gpus}, {report['server']}: {model['layers']} layers of "
+        f"{model['experts']} {model['weights'].upper()} experts, {model['hidden']} x "
+        f"{model['intermediate']}"
     )
     served = {name: own for name, own in engines.items() if own["parts"]}
     parts = list(dict.fromkeys(part for own in served.values() for part in own["parts"]))
@@ -543,7 +576,7 @@ def table_of(report: Mapping[str, Any]) -> Table:
 
 def engine_label(own: Mapping[str, Any]) -> str:
     """With what ran the experts, where that is not deep_moe."""
-    others = [who for who in own["layers"] if who != "deep_moe"]
+    others = [who for who in own["layers"] if not who.startswith("deep_moe")]
     return own["label"] + (f" ({', '.join(others)})" if others else "")
 
 
@@ -590,10 +623,13 @@ def picture(reports: Sequence[Mapping[str, Any]]) -> str:
                 curves.append(Curve(engine_label(own), points, ENGINES[name].style))
         if curves:
             gpus = f"{report['gpus']} GPU{'s' if report['gpus'] > 1 else ''}"
-            panels.append(Panel(f"{report['machine']['gpu']}, {gpus}", curves))
+            where = f"{report['machine']['gpu']}, {gpus}, {report['server'].split()[0]}"
+            panels.append(Panel(where, curves))
     if not panels:
         raise SystemExit("no report has times of decoding, so there is nothing to draw")
-    return chart("Decoding in vLLM", panels, x_label="requests", y_label="milliseconds of a step")
+    return chart(
+        "Decoding in engines", panels, x_label="requests", y_label="milliseconds of a step"
+    )
 
 
 def show(

@@ -4,6 +4,7 @@ experts run by deep_moe or by the kernel that vLLM chooses."""
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,49 +16,11 @@ from typing import Any
 
 import torch
 
-VOCABULARY, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32000, 16, 4, 128
-MAX_MODEL_LEN = 4096
-# UE8M0 of 2^-8: products of random E2M1 codes and tokens of 4096 values then have values around 1.
-EXPERT_SCALE_BYTE = 119
+from .served_model import MAX_MODEL_LEN, fill_randomly
+
 ANSWER_TIMEOUT_S = 60  # of a question to an engine's workers, which is answered in a second
-# For processes of an engine: nothing is fetched or sent.
-ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_COLOR": "0",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-}
-
-
-def write_config(
-    folder: Path, *, layers: int, experts: int, topk: int, hidden: int, intermediate: int
-) -> None:
-    """The only file that an engine reads of the model: Qwen3-MoE's shape, because engines run its
-    attention on any GPU, with MXFP4 experts."""
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "torch_dtype": "bfloat16",
-        "vocab_size": VOCABULARY,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "moe_intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_experts": experts,
-        "num_experts_per_tok": topk,
-        "norm_topk_prob": True,
-        "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "hidden_act": "silu",
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "quantization_config": {"quant_method": "mxfp4"},
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+# 0: vLLM's own kernel chooses experts, in front of our layers.
+ROUTING_VARIABLE = "DEEP_MOE_BENCHMARK_ROUTING"
 
 
 class VllmModel:
@@ -66,6 +29,8 @@ class VllmModel:
     gpus: of one engine, over which attention is spread by heads and experts by expert parallelism.
     step_tokens: most tokens of a step, None for vLLM's default.
     """
+
+    name = "vLLM"
 
     def __init__(
         self,
@@ -173,6 +138,8 @@ class VllmWorker:
         from deep_moe.integrations.vllm import register
 
         register()
+        if os.environ.get(ROUTING_VARIABLE) == "0":
+            leave_routers_to_vllm()
         make_dummy_weights_random()
 
     def benchmark_experts_of_layers(self) -> str:
@@ -190,11 +157,20 @@ class VllmWorker:
         return json.dumps(machine(torch.device("cuda", torch.cuda.current_device()), commit))
 
 
+def leave_routers_to_vllm() -> None:
+    """From now on, no rule of a router is computed where tokens are prepared."""
+    from deep_moe.integrations.vllm import routing
+
+    routing.rule_of = lambda router: None
+
+
 def experts_of_layers(model: torch.nn.Module) -> dict[str, str]:
-    """Who runs the experts of each layer: "deep_moe", or the name of vLLM's class."""
+    """Who runs the experts of each layer: "deep_moe", with a word more where it chooses them, too,
+    or the name of vLLM's class."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     from deep_moe.integrations.vllm.routed_experts import DeepMoEMethod
+    from deep_moe.integrations.vllm.routing import PreparationRouting
 
     found = {}
     for name, module in model.named_modules():
@@ -202,7 +178,10 @@ def experts_of_layers(model: torch.nn.Module) -> dict[str, str]:
             continue
         method = module.quant_method
         if isinstance(method, DeepMoEMethod):
-            found[name] = "deep_moe"
+            runner = method.runners.get(module.layer_name)
+            routing = None if runner is None else runner.router._compute_routing
+            routes = isinstance(routing, PreparationRouting)
+            found[name] = "deep_moe, routing" if routes else "deep_moe"
         else:
             kernel = getattr(method, "moe_kernel", None)
             experts = method if kernel is None else kernel.fused_experts
@@ -225,20 +204,3 @@ def make_dummy_weights_random() -> None:
 
     load_weights.__module__ = __name__
     DummyModelLoader.load_weights = load_weights
-
-
-def fill_randomly(model: torch.nn.Module) -> None:
-    """Matrices of a variance of 1 over their width, norms of ones; MXFP4 experts of random codes
-    with one scale."""
-    for seed, (name, parameter) in enumerate(model.named_parameters()):
-        values = parameter.data
-        generator = torch.Generator(values.device).manual_seed(seed)
-        if values.dtype == torch.uint8 and "scale" in name:
-            values.fill_(EXPERT_SCALE_BYTE)
-        elif values.dtype == torch.uint8:
-            values.random_(0, 256, generator=generator)
-        elif values.is_floating_point() and values.ndim < 2:
-            values.fill_(1.0)
-        elif values.is_floating_point():
-            std = 1.0 if "embed" in name else values.shape[-1] ** -0.5
-            values.normal_(0.0, std, generator=generator)

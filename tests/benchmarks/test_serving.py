@@ -48,6 +48,7 @@ class Clock:
 class Engine:
     """Reads up to `step_tokens` of prompts in a step, and makes a token for whoever is read."""
 
+    name = "vLLM"
     start_seconds = 12.0
 
     def __init__(
@@ -100,7 +101,8 @@ class Engine:
         (["--rate", "0"], "--rate more than 0"),
         (["--decode", "0", "1"], "--decode must be at least 1"),
         (["--svg", "a.svg"], "--markdown and --svg need --show"),
-        (["--engines", "sglang"], "invalid choice"),
+        (["--engines", "sglang"], "--engines sglang is none of --server vllm"),
+        (["--engines", "humming"], "invalid choice"),
     ],
 )
 def test_impossible_options_are_refused(
@@ -196,7 +198,8 @@ def served(path: Path, name: str, engine: Engine, *words: str) -> None:
 def test_a_report_of_two_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "report.json"
     path.write_text(json.dumps(new_report(parse_arguments(BRIEF))))
-    ours, other = Engine(Clock(), 0.125), Engine(Clock(), 0.25, who="HummingExperts")
+    ours = Engine(Clock(), 0.125, who="deep_moe, routing")
+    other = Engine(Clock(), 0.25, who="HummingExperts")
     served(path, "deep_moe", ours)
     served(path, "vllm", other)
     assert ours.is_closed
@@ -206,6 +209,9 @@ def test_a_report_of_two_engines(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "no kernel was compiled, read or loaded after the start" in capsys.readouterr().out
     text = (tmp_path / "a.md").read_text()
     assert "vLLM's own choice (HummingExperts)" in text
+    assert "| deep_moe |" in text
+    assert "no GPU, 1 GPU, vLLM " in text
+    assert "128 MXFP4 experts, 4096 x 2048" in text
     decode = next(line for line in text.splitlines() if "decode of 4 requests" in line)
     assert decode.split("|")[2:5] == [
         " 125.00 ms, p99 125.00, mean 125.00 ",
@@ -261,4 +267,10 @@ def test_a_process_that_fails_or_takes_too_long():
 
 
 def test_engines_differ_in_their_variables_alone():
-    assert {name for name, one in ENGINES.items() if one.is_ours} == {"deep_moe", "deep_moe_bf16"}
+    for name, one in ENGINES.items():
+        environment = one.environment()
+        assert one.is_ours == name.startswith("deep_moe")
+        assert environment["DEEP_MOE_VLLM"] == environment["DEEP_MOE_SGLANG"]
+        assert environment["DEEP_MOE_VLLM"] == str(int(one.is_ours))
+    assert ENGINES["deep_moe_bf16"].environment()["DEEP_MOE_TOKEN_FORMAT"] == "bf16"
+    assert parse_arguments(["--server", "sglang"]).engines == ["deep_moe", "sglang"]

@@ -13,17 +13,27 @@ import pytest
 import torch
 
 from benchmarks import vllm_model
+from benchmarks.served_model import MXFP4_SCALE_BYTE, quantization_of, write_config
 from benchmarks.vllm_model import (
+    ROUTING_VARIABLE,
     VllmModel,
     VllmWorker,
     experts_of_layers,
     make_dummy_weights_random,
-    write_config,
 )
 
 vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
 
-from .test_vllm import INTERMEDIATE, NAME, installed, make_runner, world  # noqa: E402
+from .test_vllm import (  # noqa: E402
+    INTERMEDIATE,
+    NAME,
+    checkpoint,
+    installed,
+    load,
+    make_runner,
+    world,
+)
+from .test_vllm_routing import Router, router_of, runner_with  # noqa: E402
 
 __all__ = ["installed"]  # a fixture
 
@@ -65,7 +75,9 @@ def test_the_engine_is_made_and_asked_as_vllm_has_it(
             return ['{"a": 1}', '{"b": 2}']
 
     monkeypatch.setattr(vllm, "LLM", Llm)
-    write_config(tmp_path, layers=2, experts=4, topk=2, hidden=256, intermediate=128)
+    sizes = {"layers": 2, "experts": 4, "topk": 2, "hidden": 256, "intermediate": 128}
+    mxfp4 = quantization_of("mxfp4", 2, in_sglang=False)
+    write_config(tmp_path, **sizes, quantization=mxfp4)
     assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 4
     model = VllmModel(
         tmp_path, gpus=2, max_requests=256, step_tokens=None, memory=0.8, commit="abc"
@@ -117,6 +129,27 @@ def test_no_method_of_a_worker_is_replaced():
     assert not own & set(dir(WorkerBase))
 
 
+@pytest.mark.parametrize("is_routed", [True, False])
+def test_who_chooses_experts_is_told(
+    is_routed: bool, installed: Any, monkeypatch: pytest.MonkeyPatch
+):
+    from deep_moe.integrations.vllm import routing
+
+    installed("sm_90a")
+    monkeypatch.setattr(vllm_model, "make_dummy_weights_random", lambda: None)
+    monkeypatch.setattr(routing, "rule_of", routing.rule_of)
+    monkeypatch.setenv(ROUTING_VARIABLE, str(int(is_routed)))
+    VllmWorker.init_worker_extension(None)
+    with world():
+        runner = runner_with(router_of(Router(), None))
+        load(runner, "mxfp4", checkpoint("mxfp4"))
+        model = torch.nn.Module()
+        model.experts = runner
+        assert [*experts_of_layers(model).values()] == [
+            "deep_moe, routing" if is_routed else "deep_moe"
+        ]
+
+
 @pytest.mark.parametrize("is_ours", [True, False])
 def test_made_up_weights_are_random_and_who_runs_them_is_told(
     is_ours: bool, installed: Any, monkeypatch: pytest.MonkeyPatch
@@ -153,7 +186,7 @@ def test_made_up_weights_are_random_and_who_runs_them_is_told(
                 256,
                 2 * INTERMEDIATE,
             )
-            assert layer.w2_weight_scale.unique().tolist() == [vllm_model.EXPERT_SCALE_BYTE]
+            assert layer.w2_weight_scale.unique().tolist() == [MXFP4_SCALE_BYTE]
             layer.quant_method.process_weights_after_loading(layer)
         names = list(experts_of_layers(model).values())
         assert len(names) == 1

@@ -443,6 +443,39 @@ def test_the_layer_of_these_tests_has_the_names_of_sglangs(monkeypatch):
         assert f"    {name}: " in config, name
 
 
+def test_the_benchmark_asks_for_what_sglang_knows():
+    """By the names in SGLang's source."""
+    from benchmarks import sglang_model
+
+    def source(name: str) -> str:
+        return sglang_stage.source_of(f"sglang.srt.{name}").read_text()
+
+    options = source("arg_groups.field_order")
+    for is_ours in (False, True):
+        given = sglang_model.engine_options(
+            Path("model"),
+            gpus=2,
+            max_requests=256,
+            step_tokens=8192,
+            memory=0.8,
+            weights="mxfp4",
+            is_ours=is_ours,
+        )
+        assert [name for name in given if f'"{name}"' not in options] == []
+    assert f"{sglang_model.MAX_TOKENS_VARIABLE} = " in source("environ")
+    for module, words in (
+        ("managers.scheduler", "def handle_rpc_request(self, recv_req: RpcReqInput)"),
+        ("managers.scheduler", "func = getattr(self, recv_req.method)"),
+        ("managers.scheduler", "self.tp_worker.model_runner."),
+        ("managers.tokenizer_manager", "await self._handle_batch_output(recv_obj)"),
+        ("managers.tokenizer_manager", "delta_output_ids = list(recv_obj.output_ids[i])"),
+        ("model_loader.loader", "            initialize_dummy_weights(model)"),
+        ("entrypoints.engine", "self.loop = self._ensure_event_loop()"),
+        ("entrypoints.engine", "def collective_rpc(self, method: str, **kwargs):"),
+    ):
+        assert words in source(module), words
+
+
 @pytest.mark.parametrize(
     "words",
     [

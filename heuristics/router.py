@@ -8,7 +8,9 @@ from typing import Literal, get_args
 
 from .shape import require_int
 
-Scoring = Literal["softmax", "sigmoid", "sqrt_softplus", "tanh_sigmoid"]
+Scoring = Literal[
+    "softmax", "sigmoid", "sqrt_softplus", "tanh_sigmoid", "fast_softmax", "fast_sigmoid"
+]
 SCORINGS: tuple[str, ...] = get_args(Scoring)
 MAX_GROUPS = 32  # a lane of a warp has a group
 MAX_ROUTER_EXPERTS = 1024
@@ -26,7 +28,9 @@ class Router:
         scoring: "softmax" over all experts, "sigmoid", or "sqrt_softplus", the root of
             log(1 + exp(logit)), where the sum is rounded: scores below 0.01 are coarse; or
             "tanh_sigmoid", the sigmoid as 0.5 + 0.5 tanh(0.5 logit), where weights get their scale
-            before they are divided, as in vLLM's kernel of groups.
+            before they are divided, as in vLLM's kernel of groups; or "fast_softmax" and
+            "fast_sigmoid", by approximate powers and quotients, as in SGLang's kernel: choices of
+            "fast_softmax" are logits, plus the bias.
         renormalize: weights are divided by their sum.
         num_groups: groups of neighbouring experts, of which each has as many, 1 to 32.
         num_chosen_groups: groups that a token's experts are from, 1 to num_groups. A group is as

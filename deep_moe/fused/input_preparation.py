@@ -179,7 +179,8 @@ def route_and_prepare_inputs(
 
     A token's experts follow from its logits alone: they do not depend on the number of tokens. The
     score of a logit that is not a number is 0; with softmax, then, all scores of its token are.
-    With "sqrt_softplus" it is no number either, and its expert the last to be chosen.
+    With "sqrt_softplus" it is no number either, and its expert the last to be chosen. With the fast
+    ones it stays what it is, and its choice is -1e30.
 
     Args:
         x: as `prepare_inputs` has it.

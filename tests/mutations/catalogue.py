@@ -114,6 +114,7 @@ ROUTED_BY_SOFTMAX = {
     "dtype": torch.float32,
     "has_bias": False,
 }
+ROUTED_FAST = {"rule": "fast_sigmoid", "dtype": torch.float32, "has_bias": True}
 ODD_BLOCKS_IN_CLUSTERS = {
     "weights": "fp8",
     "tile": {"block_m": 40},
@@ -1187,6 +1188,18 @@ SM90_MUTATIONS = (
                 replaced("halves_added", "distance", "distance / 2"),
                 "test_experts_and_weights",
                 ROUTED_BY_SOFTMAX,
+            ),
+            (
+                "sums_of_every_other_slot",
+                removed("pairs_added"),
+                "test_experts_and_weights",
+                ROUTED_FAST,
+            ),
+            (
+                "a_choice_that_is_no_number_before_all_others",
+                replaced("choice_of_no_number", "-1e30f", "1e30f"),
+                "test_logits_that_are_no_numbers_or_infinite",
+                {},
             ),
             (
                 "scores_that_are_no_numbers",

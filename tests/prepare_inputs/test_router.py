@@ -26,6 +26,8 @@ RULES = {
     "sigmoid, groups": Router("sigmoid", num_groups=8, num_chosen_groups=3, scale=2.5),
     "sqrt_softplus": Router("sqrt_softplus", scale=1.5),
     "tanh_sigmoid, groups": Router("tanh_sigmoid", num_groups=4, num_chosen_groups=2, scale=1.8),
+    "fast_softmax": Router("fast_softmax", scale=1.5),
+    "fast_sigmoid": Router("fast_sigmoid", scale=2.5),
 }
 
 
@@ -48,13 +50,14 @@ def expected(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Experts, and weights in float64."""
     x = logits.double()
-    if router.scoring == "softmax":
+    if router.scoring in ("softmax", "fast_softmax"):
         scores = x.softmax(-1)
-    elif router.scoring in ("sigmoid", "tanh_sigmoid"):
+    elif router.scoring in ("sigmoid", "tanh_sigmoid", "fast_sigmoid"):
         scores = x.sigmoid()
     else:
         scores = x.exp().log1p().sqrt()
-    choice = scores if bias is None else scores + bias.double()
+    choice = x if router.scoring == "fast_softmax" else scores
+    choice = choice if bias is None else choice + bias.double()
     if router.num_groups > 1:
         groups = choice.unflatten(1, (router.num_groups, -1))
         of_group = groups.amax(-1) if bias is None else groups.topk(2, -1)[0].sum(-1)
@@ -164,6 +167,14 @@ def test_logits_that_are_no_numbers_or_infinite(target: Target) -> None:
     _, experts, weights = routed(target, Router(), logits[2:])
     assert experts.tolist() == [[0, 1, 2, 3]]
     assert not weights.any()
+    # The fast ones leave scores as they are, and choose such experts last.
+    rule = Router("fast_sigmoid", renormalize=False)
+    _, experts, weights = routed(target, rule, logits)
+    assert experts.tolist() == [[3, 9, 0, 1], [50, 51, 52, 53], [0, 1, 2, 3]]
+    assert weights[2].isnan().tolist() == [False, True, True, True]
+    _, experts, weights = routed(target, Router("fast_softmax"), logits[2:])
+    assert experts.tolist() == [[0, 1, 2, 3]]
+    assert bool(weights.isnan().all())
 
 
 def test_a_tokens_experts_do_not_depend_on_other_tokens(target: Target) -> None:
@@ -273,7 +284,8 @@ def test_the_call_reads_what_was_routed(is_compiled: bool) -> None:
     [
         (
             {"scoring": "tanh"},
-            "scoring must be one of softmax, sigmoid, sqrt_softplus, tanh_sigmoid; got 'tanh'",
+            "scoring must be one of softmax, sigmoid, sqrt_softplus, tanh_sigmoid, fast_softmax, "
+            "fast_sigmoid; got 'tanh'",
         ),
         ({"renormalize": 1}, "renormalize must be a bool; got 1"),
         ({"num_groups": 33}, "num_groups must be 1 to 32; got 33"),
@@ -426,3 +438,39 @@ def test_grouped_experts_and_weights_are_vllms_bit_for_bit(
         )
         assert torch.equal(buffer.topk_idx.int(), ids)
         assert torch.equal(bits(buffer.topk_weights), bits(weights))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_experts", [64, 96, 128, 160, 256, 384, 512])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_fast_experts_and_weights_are_sglangs_bit_for_bit(
+    scoring: str, dtype: torch.dtype, num_experts: int
+) -> None:
+    """Where logits are equal, zeros of both signs or no numbers, too. The order of sums depends on
+    Triton's version: see the adapter's `routing.py`."""
+    gate = pytest.importorskip("sglang.kernels.ops.moe.moe_fused_gate")
+    x = torch.randn(512, 256, device="cuda").bfloat16()
+    logits = 3 * torch.randn(512, num_experts, device="cuda").to(dtype)
+    logits[1, 3], logits[2], logits[3, 5], logits[4] = torch.nan, torch.nan, torch.inf, -torch.inf
+    logits[5], logits[5, ::2] = 0.0, -0.0
+    bias = torch.randn(num_experts, device="cuda") / 4 if scoring == "sigmoid" else None
+    buffer = deep_moe.get_symm_buffer_for_mega_moe(
+        None, num_experts, 512, 8, 256, 128, device="cuda"
+    )
+    for renormalize, scale in ((True, 1.0), (False, 1.0), (True, 2.5)):
+        rule = Router(f"fast_{scoring}", renormalize, scale=scale)  # type: ignore[arg-type]
+        deep_moe.route_and_prepare_inputs(x, logits, buffer, rule, correction_bias=bias)
+        weights, ids = gate.moe_fused_gate(
+            logits,
+            bias,
+            8,
+            scoring_func=scoring,
+            renormalize=renormalize,
+            routed_scaling_factor=scale,
+            apply_routed_scaling_factor_on_output=scale != 1.0,
+        )
+        assert torch.equal(buffer.topk_idx.int(), ids)
+        own, numbers = buffer.topk_weights, ~weights.isnan()
+        assert torch.equal(own.isnan(), ~numbers)
+        assert torch.equal(bits(own[numbers]), bits(weights[numbers]))

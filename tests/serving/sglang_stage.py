@@ -222,6 +222,9 @@ def set_up(group: Any, max_tokens: int) -> Any:
         swizzle_blockscale=torch.clone,
         get_scalar_types=lambda: (None, SimpleNamespace(uint4=None, uint8=None)),
     )
+    stand_in(
+        "sglang.srt.layers.moe.topk", TopK=type("TopK", (), {"forward_cuda": _sglangs_own_choice})
+    )
     stand_in("sglang.srt.model_executor.runner", get_is_capture_mode=lambda: False)
     stand_in("sglang.srt.models.deepseek_common.utils", _device_sm=90)
     stand_in("sglang.srt.multimodal.dsv41.vl_routing", vision_topk=_never)
@@ -303,6 +306,10 @@ def stand_in(name: str, **values: Any) -> None:
     parent, _, last = name.rpartition(".")
     if parent in sys.modules:
         setattr(sys.modules[parent], last, module)
+
+
+def _sglangs_own_choice(*_: Any, **__: Any) -> None:
+    raise AssertionError("these tests have routers of their own")
 
 
 def _never(*_: Any, **__: Any) -> None:

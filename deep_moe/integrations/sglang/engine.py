@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
@@ -63,6 +64,31 @@ def expert_ids(experts: Any) -> list[int]:
     own = located.physical_to_logical_map_cpu[experts.layer_id, first : first + num_local]
     ids: list[int] = own.tolist()
     return ids
+
+
+def triton_version() -> str | None:
+    """Of the compiler that SGLang's routers come from, None without it."""
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return None
+
+
+def keeps_chosen_experts(topk: Any) -> bool:
+    """Whether SGLang does nothing with experts that a `TopK` has chosen, but count them: tokens are
+    not padded, experts lie where their ids say, and nobody records ids of other integers."""
+    from sglang.srt.layers.moe import topk as own
+
+    bound, info = topk.routing_inputs()
+    is_untouched: bool = own.precomputed_topk_postprocess_is_noop(topk.topk_config, bound, info)
+    return is_untouched and own.get_global_experts_capturer() is None
+
+
+def chosen_experts(topk: Any, weights: Any, ids: Any) -> Any:
+    """What a `TopK` gives, for experts that `keeps_chosen_experts` was true of."""
+    from sglang.srt.layers.moe import topk as own
+
+    return own.build_precomputed_topk_output(weights, ids, topk.topk_config, topk.layer_id)
 
 
 def first_of_ranks(value: Any) -> Any:

@@ -25,7 +25,7 @@ from ..shares import mean_tokens
 from ..switch import read_num_pool_tokens, read_token_format
 from ..token_format import served_token_format
 from ..unsupported import UnsupportedError
-from . import engine, loading
+from . import engine, loading, routing
 from .forms import check_supported, form_of
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ def build(original: Callable[..., Any], experts: Any) -> Any:
     experts.__dict__[_STATE] = served
     experts.__dict__["forward"] = partial(_refuse_forward, name)
     experts._mega_moe_weights_built = True
+    routing.note(experts)
     ranks = engine.expert_group().world_size
     logger.info(
         "%s: experts run by deep_moe (%s, %d rank%s%s)",
@@ -146,6 +147,17 @@ def should_use_gate(
     return served_of(moe.experts) is None and original(moe, hidden_states, forward_batch)
 
 
+def choose(
+    original: Callable[..., Any],
+    topk: Any,
+    hidden_states: torch.Tensor,
+    router_logits: torch.Tensor,
+    **options: Any,
+) -> Any:
+    """A router's experts and weights; see routing.py."""
+    return routing.choose(original, topk, hidden_states, router_logits, served_of, options)
+
+
 def run(
     original: Callable[..., torch.Tensor],
     experts: Any,
@@ -169,8 +181,11 @@ def run(
     # Not the engine's integers of other widths.
     if topk_ids.dtype not in (torch.int32, torch.int64):
         topk_ids = topk_ids.to(torch.int32)
+    topk_weights = topk_weights.float()
     scale = options.get("routed_scaling_factor", 1.0)
-    topk_weights = topk_weights.float() * scale if scale != 1.0 else topk_weights.float()
+    if scale != 1.0:
+        # Those of `choose` lie in the kernel's buffer, and would be taken as they are.
+        topk_ids, topk_weights = topk_ids.clone(), topk_weights * scale
     x = hidden_states[:num_tokens]
     y = torch.empty_like(x)
     expected = mean_tokens(engine.tokens_of_ranks(), x.shape[0])
@@ -208,6 +223,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     f"{_MEGA_MOE}.should_fuse_mega_moe_shared_experts": should_fuse_shared_experts,
     f"{_MEGA_MOE}.run_mega_routed_experts": run,
     "sglang.srt.layers.moe.mega_gate.should_use_mega_gate": should_use_gate,
+    "sglang.srt.layers.moe.topk.TopK.forward_cuda": choose,
     **loading.HOOKS,
 }
 

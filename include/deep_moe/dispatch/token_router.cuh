@@ -7,7 +7,8 @@
 //
 // Which lane has which logits, approximate functions, the order of sums and one factor for all
 // weights are as in vLLM's kernels: those for powers of two and multiples of 64, and DeepSeek-V4's
-// for the root of softplus. The bits are the same.
+// for the root of softplus. The bits are the same. The fast ones are as in SGLang's kernel: there
+// choices of softmax are logits, a choice that is not a number is -1e30, and its score stays one.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -20,7 +21,8 @@ namespace deep_moe {
 
 // Config::router_scoring.
 inline constexpr uint32_t softmax_scoring = 0, sigmoid_scoring = 1, sqrt_softplus_scoring = 2,
-                          tanh_sigmoid_scoring = 3;
+                          tanh_sigmoid_scoring = 3, fast_softmax_scoring = 4,
+                          fast_sigmoid_scoring = 5;
 
 // Larger for larger values. NaN is 1; 0 is less than all of them.
 __device__ __forceinline__ uint32_t choice_key(float value) {
@@ -40,8 +42,10 @@ class TokenRouter {
     static constexpr uint32_t logit_bytes = Config::has_bf16_logits ? 2 : 4;
     // Of logits that a lane loads at once: 16 bytes, or two where vLLM's kernel takes two.
     static constexpr bool is_power_of_two = (num_experts & (num_experts - 1)) == 0;
+    static constexpr bool is_fast = Config::router_scoring == fast_softmax_scoring ||
+                                    Config::router_scoring == fast_sigmoid_scoring;
     static constexpr uint32_t vector_size =
-        is_power_of_two || num_experts % 64 != 0 ? 16 / logit_bytes : 2;
+        is_fast || is_power_of_two || num_experts % 64 != 0 ? 16 / logit_bytes : 2;
     static constexpr uint32_t vector_words = vector_size * logit_bytes / 4;
     static constexpr uint32_t num_vectors = ceil_div(num_experts, warp_size* vector_size);
     static constexpr uint32_t num_values = num_vectors * vector_size;
@@ -55,16 +59,11 @@ class TokenRouter {
  public:
     // logits: of the token. bias: of each expert, if Config::has_correction_bias. All 32 lanes.
     __device__ TokenRouter(const void* logits, const float* bias) {
+        constexpr bool chooses_logits = Config::router_scoring == fast_softmax_scoring;
         load(logits);
+        if constexpr (chooses_logits) make_keys(bias);
         make_scores();
-#pragma unroll
-        for (uint32_t i = 0; i < num_values; ++i) {
-            keys_[i] = 0;
-            if (expert_idx(i) >= num_experts) continue;
-            float choice = scores_[i];
-            if constexpr (Config::has_correction_bias) choice += bias[expert_idx(i)];
-            keys_[i] = choice_key(choice);
-        }
+        if constexpr (!chooses_logits) make_keys(bias);
         if constexpr (Config::num_chosen_groups < Config::num_expert_groups) drop_groups();
     }
 
@@ -85,10 +84,14 @@ class TokenRouter {
             }
         }
         if constexpr (adds_by_halves) sum = sum_by_halves(weight);
+        if constexpr (is_fast) sum = sum_by_vectors(weight);
         const float divisor = sum > 0.0f ? sum : 1.0f;
         if constexpr (Config::router_scoring == tanh_sigmoid_scoring) {
             weight = static_cast<float>(weight * scale);
             if constexpr (Config::renormalizes) weight = __fdiv_rn(weight, divisor);
+        } else if constexpr (is_fast) {
+            if constexpr (Config::renormalizes) weight = ptx::div_full(weight, divisor);
+            weight *= static_cast<float>(scale);
         } else {
             float factor = static_cast<float>(scale);
             if constexpr (Config::renormalizes) factor = quotient(factor, divisor);
@@ -116,6 +119,41 @@ class TokenRouter {
             value += __shfl_xor_sync(full_warp, value, distance);  //~ halves_added
         }
         return value;
+    }
+
+    // Of as many slots as a lane has logits in a vector, by pairs; and then of these sums.
+    static __device__ float sum_by_vectors(float value) {
+#pragma unroll
+        for (uint32_t distance = 1; distance < vector_size; distance *= 2) {
+            value += __shfl_xor_sync(full_warp, value, distance);  //~ pairs_added
+        }
+#pragma unroll
+        for (uint32_t distance = warp_size / 2; distance >= vector_size; distance /= 2) {
+            value += __shfl_xor_sync(full_warp, value, distance);
+        }
+        return value;
+    }
+
+    // Of this lane's scores: in their order, or by pairs, pairs of pairs and so on.
+    __device__ float sum_of_lane() const {
+        if constexpr (!is_fast) {
+            float sum = 0.0f;
+#pragma unroll
+            for (uint32_t i = 0; i < num_values; ++i) sum += scores_[i];
+            return sum;
+        } else {
+            float sums[num_values];
+#pragma unroll
+            for (uint32_t i = 0; i < num_values; ++i) sums[i] = scores_[i];
+#pragma unroll
+            for (uint32_t distance = 1; distance < num_values; distance *= 2) {
+#pragma unroll
+                for (uint32_t i = 0; i + distance < num_values; i += 2 * distance) {
+                    sums[i] += sums[i + distance];
+                }
+            }
+            return sums[0];
+        }
     }
 
     __device__ void load(const void* logits) {
@@ -159,8 +197,25 @@ class TokenRouter {
         }
     }
 
+    // Of the scores, or of logits that are none yet.
+    __device__ void make_keys(const float* bias) {
+#pragma unroll
+        for (uint32_t i = 0; i < num_values; ++i) {
+            keys_[i] = 0;
+            if (expert_idx(i) >= num_experts) continue;
+            float choice = scores_[i];
+            if constexpr (Config::has_correction_bias) choice += bias[expert_idx(i)];
+            if constexpr (is_fast) {
+                // -0 is 0.
+                choice = choice == choice ? choice + 0.0f : -1e30f;  //~ choice_of_no_number
+            }
+            keys_[i] = choice_key(choice);
+        }
+    }
+
     __device__ void make_scores() {
-        if constexpr (Config::router_scoring == softmax_scoring) {
+        if constexpr (Config::router_scoring == softmax_scoring ||
+                      Config::router_scoring == fast_softmax_scoring) {
             float largest = scores_[0];
 #pragma unroll
             for (uint32_t i = 1; i < num_values; ++i) largest = fmaxf(largest, scores_[i]);
@@ -168,20 +223,23 @@ class TokenRouter {
             for (uint32_t distance = warp_size / 2; distance > 0; distance /= 2) {
                 largest = fmaxf(largest, __shfl_xor_sync(full_warp, largest, distance));
             }
-            float sum = 0.0f;
 #pragma unroll
             for (uint32_t i = 0; i < num_values; ++i) {
-                scores_[i] = expert_idx(i) < num_experts ? expf(scores_[i] - largest) : 0.0f;
-                sum += scores_[i];
+                const float shifted = scores_[i] - largest;
+                const float power = is_fast ? __expf(shifted) : expf(shifted);
+                scores_[i] = expert_idx(i) < num_experts ? power : 0.0f;
             }
-            const float factor = __frcp_rn(sum_by_halves(sum));
+            const float sum = sum_by_halves(sum_of_lane());
+            const float factor = __frcp_rn(sum);
 #pragma unroll
-            for (uint32_t i = 0; i < num_values; ++i) scores_[i] *= factor;
+            for (uint32_t i = 0; i < num_values; ++i) {
+                scores_[i] = is_fast ? ptx::div_full(scores_[i], sum) : scores_[i] * factor;
+            }
         } else {
 #pragma unroll
             for (uint32_t i = 0; i < num_values; ++i) scores_[i] = score_alone(scores_[i]);
         }
-        if constexpr (Config::router_scoring != sqrt_softplus_scoring) {
+        if constexpr (Config::router_scoring != sqrt_softplus_scoring && !is_fast) {
 #pragma unroll
             for (uint32_t i = 0; i < num_values; ++i) {
                 if (scores_[i] != scores_[i]) scores_[i] = 0.0f;  //~ score_of_no_number
@@ -193,6 +251,8 @@ class TokenRouter {
     static __device__ float score_alone(float logit) {
         if constexpr (Config::router_scoring == sigmoid_scoring) {
             return __frcp_rn(1.0f + __expf(-logit));
+        } else if constexpr (is_fast) {
+            return ptx::div_full(1.0f, 1.0f + __expf(-logit));
         } else if constexpr (Config::router_scoring == tanh_sigmoid_scoring) {
             return 0.5f * tanhf(0.5f * logit) + 0.5f;
         } else {

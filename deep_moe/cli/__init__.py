@@ -19,7 +19,7 @@ from deep_moe import __version__
 from deep_moe.errors import DeepMoEError
 
 from . import cache, check, config, doctor, fuzz, run, time, timeline, trace, tune, warmup
-from .options import MODELS
+from .layer_options import MODELS
 from .output import print_error, print_json
 from .packages import remedy
 

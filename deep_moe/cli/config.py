@@ -7,33 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deep_moe.weights import DEFAULT_WEIGHTS
-
+from .layer_options import LayerOptions, with_layer_options
 from .options import (
-    ActivationOption,
     ArchOption,
-    BiasesOption,
-    ClampOption,
-    ExpertsOption,
     GpuOption,
-    HiddenOption,
-    IntermediateOption,
     JsonOption,
     MaxTokensOption,
-    ModelOption,
     NumSmsOption,
     OverrideOption,
-    PoolTokensOption,
     RanksOption,
-    SharedExpertsOption,
-    TokenFormatOption,
-    TopkOption,
-    WeightsOption,
     find_measurements,
-    make_shape,
-    parse_activation,
     parse_overrides,
-    pool_rows,
 )
 from .output import format_bytes, new_table, print_json, stdout
 
@@ -47,25 +31,15 @@ if TYPE_CHECKING:
     from deep_moe.targets.explain import MapRow, TuningReport
 
 
+@with_layer_options
 def config(
-    model: ModelOption = None,
+    options: LayerOptions,
     ranks: RanksOption = 8,
     tokens: Annotated[int, typer.Option("--tokens", help="Tokens of one call per rank.")] = 256,
     max_tokens: MaxTokensOption = None,
-    pool_tokens: PoolTokensOption = None,
-    shared_experts: SharedExpertsOption = 0,
-    experts: ExpertsOption = None,
-    topk: TopkOption = None,
-    hidden: HiddenOption = None,
-    intermediate: IntermediateOption = None,
-    weights: WeightsOption = DEFAULT_WEIGHTS,
-    biases: BiasesOption = False,
-    token_format: TokenFormatOption = None,
     arch: ArchOption = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
-    activation: ActivationOption = None,
-    clamp: ClampOption = None,
     override: OverrideOption = None,
     uneven: Annotated[
         bool,
@@ -78,28 +52,14 @@ def config(
     from deep_moe.targets import choose_config
 
     arch, tuning = find_measurements(gpu, arch)
-    shape = make_shape(
-        model=model,
-        ranks=ranks,
-        experts=experts,
-        topk=topk,
-        hidden=hidden,
-        intermediate=intermediate,
-        weights=weights,
-        biases=biases,
-        token_format=token_format,
-        max_tokens=tokens if max_tokens is None else max_tokens,
-        pool_tokens=pool_rows(pool_tokens),
-        shared_experts=shared_experts,
-        arch=arch,
-    )
+    shape = options.shape(ranks, tokens if max_tokens is None else max_tokens, arch=arch)
     explanation = choose_config(
         shape,
         tokens,
         is_uneven=uneven,
         arch=arch,
         num_sms=num_sms,
-        activation=parse_activation(activation, clamp, model=model),
+        activation=options.applied(),
         overrides=parse_overrides(override),
         tuning=tuning,
     ).explain()

@@ -5,42 +5,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format, weight_format
+from deep_moe.weights import DEFAULT_WEIGHTS, weight_format
 
 from .checks import check_call
+from .layer_options import LayerOptions, with_layer_options
 from .layer_path import LayerPath, choose_path
 from .options import (
     MAX_SEED,
     AccumulateOption,
-    ActivationOption,
-    BiasesOption,
-    ClampOption,
-    ExpertsOption,
-    HiddenOption,
-    IntermediateOption,
     JsonOption,
     MaxTokensOption,
-    ModelOption,
     OverrideOption,
-    PoolTokensOption,
     SeedOption,
-    SharedExpertsOption,
-    TokenFormatOption,
     TokensOption,
-    TopkOption,
-    check_weights,
-    make_shape,
-    parse_activation,
     parse_overrides,
     parse_tokens,
-    pool_rows,
 )
 from .output import coloured, new_table, print_json, stdout
 from .progress import bar, say_how_long
@@ -64,9 +50,10 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+@with_layer_options
 def run(
     context: typer.Context,
-    model: ModelOption = None,
+    options: LayerOptions,
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Take the experts from this checkpoint.")
     ] = None,
@@ -98,28 +85,10 @@ def run(
     ] = False,
     tokens: TokensOption = "16",
     max_tokens: MaxTokensOption = None,
-    pool_tokens: PoolTokensOption = None,
-    shared_experts: SharedExpertsOption = 0,
-    experts: ExpertsOption = None,
-    topk: TopkOption = None,
-    hidden: HiddenOption = None,
-    intermediate: IntermediateOption = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            "--weights",
-            help=f"Format of the experts' weights: {', '.join(WEIGHTS)}. Default: that of "
-            f"--checkpoint, or {DEFAULT_WEIGHTS}.",
-        ),
-    ] = None,
-    biases: BiasesOption = False,
-    token_format: TokenFormatOption = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="Run an exact case: results must agree bit for bit.")
     ] = False,
     seed: SeedOption = 0,
-    activation: ActivationOption = None,
-    clamp: ClampOption = None,
     accumulate: AccumulateOption = False,
     calls: Annotated[
         int,
@@ -196,7 +165,7 @@ def run(
         exact_sizes=exact_sizes,
         recv_rows=recv_rows,
         accumulate=accumulate,
-        shared_experts=shared_experts,
+        shared_experts=options.shared_experts,
     )
     if domains > 1 and ranks is None:
         ranks = 2 * domains
@@ -210,32 +179,31 @@ def run(
         arch = arch_of(device)
     if arch not in TARGETS:
         raise typer.BadParameter(f"--arch must be one of {', '.join(TARGETS)}; got {arch!r}")
-    if weights is not None:
-        check_weights(weights)
     loaded = None
     if checkpoint is not None:
-        if exact or model or hidden or intermediate or biases:
+        if exact or options.model or options.hidden or options.intermediate or options.biases:
             raise typer.BadParameter(
                 "--checkpoint decides the weights and all sizes but --topk; --experts says how "
                 "many there are if it does not"
             )
-        loaded, form = _loaded_layer(checkpoint, layer, experts, shared_experts)
-        if weights not in (None, form.weights):
+        loaded, form = _loaded_layer(checkpoint, layer, options)
+        if options.weights not in (None, form.weights):
             raise typer.BadParameter(
                 f"--weights must be {form.weights}, the format of the checkpoint's experts; got "
-                f"{weights}"
+                f"{options.weights}"
             )
-        weights, token_format = form.weights, token_format or form.token_format
-    weights = weights or DEFAULT_WEIGHTS
-    if token_format is None:
-        token_format = TARGETS[arch].usual_token_format(weights)
+        given = options.token_format or form.token_format
+        options = replace(options, weights=form.weights, token_format=given)
+    weights = cast("WeightsName", options.weights or DEFAULT_WEIGHTS)
+    token_format = options.token_format or TARGETS[arch].usual_token_format(weights)
     on_target = TARGETS[arch].weights_of(weights, token_format)
     numerics = on_target.numerics
     counts = parse_tokens(tokens, ranks)
-    if loaded is not None and activation is None and not _has_gate(loaded, weights):
-        activation = _WITHOUT_GATE
-    applied = parse_activation(activation, clamp, model=model)
-    if loaded is not None and applied.has_gate is not _has_gate(loaded, weights):
+    sizes = None if loaded is None else weight_format(weights).check(loaded.l1, loaded.l2)
+    if sizes is not None and options.activation is None and not sizes.has_gate:
+        options = replace(options, activation=_WITHOUT_GATE)
+    applied = options.applied()
+    if sizes is not None and applied.has_gate is not sizes.has_gate:
         kind = "without" if applied.has_gate else "with"
         raise typer.BadParameter(
             f"--activation must be one {kind} a gate, as the checkpoint's experts are; got "
@@ -251,21 +219,22 @@ def run(
         "num_sms": num_sms,
         "overrides": parse_overrides(override),
     }
-    of_shape: dict[str, Any] = {
-        "ranks": ranks,
-        "topk": topk,
-        "experts": experts,
-        "max_tokens": max(1, *counts) if max_tokens is None else max_tokens,
-        "pool_tokens": pool_rows(pool_tokens, is_fused=path is LayerPath.fused_path),
-        "shared_experts": shared_experts,
-        "weights": weights,
-        "token_format": token_format,
-    }
-    if loaded is None:
-        of_shape |= {"hidden": hidden, "intermediate": intermediate, "biases": biases}
-        shape = make_shape(model=model, **of_shape).with_gate(applied.has_gate)
-    else:
-        shape = _shape_of(loaded, **of_shape)
+    if loaded is not None and sizes is not None:
+        num_experts = sizes.num_experts - options.shared_experts
+        options = replace(
+            options,
+            experts=num_experts,
+            topk=min(2, num_experts) if options.topk is None else options.topk,
+            hidden=sizes.hidden,
+            intermediate=sizes.intermediate_hidden,
+            biases=loaded.l1_bias is not None,
+        )
+    shape = options.shape(
+        ranks,
+        max(1, *counts) if max_tokens is None else max_tokens,
+        arch=arch,
+        is_fused=path is LayerPath.fused_path,
+    )
     check_call(shape, counts, accumulate=accumulate, **call)
     if unused_slots > shape.num_topk:
         raise typer.BadParameter(
@@ -393,7 +362,7 @@ def _made_layer(shape: MoEShape, on_target: TargetWeights, *, exact: bool, seed:
 
 
 def _loaded_layer(
-    checkpoint: Path, layer: int, experts: int | None, shared_experts: int
+    checkpoint: Path, layer: int, options: LayerOptions
 ) -> tuple[Layer, type[StoredForm]]:
     """All experts of a checkpoint's layer, and how it stores them."""
 
@@ -404,57 +373,19 @@ def _loaded_layer(
     l1, l2 = load_experts(
         checkpoint,
         layer,
-        num_experts=experts,
-        num_shared_experts=shared_experts,
+        num_experts=options.experts,
+        num_shared_experts=options.shared_experts,
         biases_apart=True,
     )
-    biases = load_biases(checkpoint, layer, num_experts=experts)
-    if biases is not None and shared_experts:
+    biases = load_biases(checkpoint, layer, num_experts=options.experts)
+    if biases is not None and options.shared_experts:
         raise typer.BadParameter(
             "--shared-experts must be 0 for a checkpoint whose experts have biases: shared experts "
-            f"have none there; got {shared_experts}"
+            f"have none there; got {options.shared_experts}"
         )
     form = form_of(l1)
     assert form is not None
-    return Layer(l1, l2, shared_experts, *(bias.float() for bias in biases or ())), form
-
-
-def _has_gate(loaded: Layer, weights: str) -> bool:
-    """Whether a checkpoint's experts have one."""
-    return weight_format(weights).check(loaded.l1, loaded.l2).has_gate
-
-
-def _shape_of(
-    loaded: Layer,
-    *,
-    ranks: int,
-    topk: int | None,
-    max_tokens: int,
-    pool_tokens: int | None,
-    experts: int | None,
-    weights: str,
-    shared_experts: int,
-    token_format: str | None,
-) -> MoEShape:
-    """That of a checkpoint's layer."""
-    from deep_moe.heuristics import MoEShape
-
-    sizes = weight_format(weights).check(loaded.l1, loaded.l2)
-    num_experts = sizes.num_experts - shared_experts
-    return MoEShape(
-        num_ranks=ranks,
-        num_experts=num_experts,
-        num_topk=min(2, num_experts) if topk is None else topk,
-        hidden=sizes.hidden,
-        intermediate_hidden=sizes.intermediate_hidden,
-        has_gate=sizes.has_gate,
-        num_max_tokens_per_rank=max_tokens,
-        num_pool_tokens=pool_tokens,
-        weights=cast("WeightsName", weights),
-        biases=loaded.l1_bias is not None,
-        num_shared_experts=shared_experts,
-        token_format=default_token_format(weights, token_format),
-    )
+    return Layer(l1, l2, options.shared_experts, *(bias.float() for bias in biases or ())), form
 
 
 def _made_tokens(

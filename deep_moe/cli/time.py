@@ -7,33 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deep_moe.weights import DEFAULT_WEIGHTS
-
 from .checks import check_call, check_output_file
+from .layer_options import LayerOptions, with_layer_options
 from .options import (
-    ActivationOption,
-    ClampOption,
-    ExpertsOption,
-    HiddenOption,
     HtmlOption,
-    IntermediateOption,
     JsonOption,
     MaxTokensOption,
-    ModelOption,
     OverrideOption,
-    PoolTokensOption,
     RanksOption,
     SeedOption,
-    SharedExpertsOption,
-    TokenFormatOption,
     TokensOption,
-    TopkOption,
-    WeightsOption,
-    make_shape,
-    parse_activation,
     parse_overrides,
     parse_tokens,
-    pool_rows,
 )
 from .output import new_table, print_json, stderr, stdout
 from .trace import facts_of_shape, title_of
@@ -47,23 +32,14 @@ ChipOption = Annotated[
 ]
 
 
+@with_layer_options
 def time(
-    model: ModelOption = None,
+    options: LayerOptions,
     chip: ChipOption = "h100",
     ranks: RanksOption = 2,
     tokens: TokensOption = "128",
     max_tokens: MaxTokensOption = None,
-    pool_tokens: PoolTokensOption = None,
-    shared_experts: SharedExpertsOption = 0,
-    experts: ExpertsOption = None,
-    topk: TopkOption = None,
-    hidden: HiddenOption = None,
-    intermediate: IntermediateOption = None,
-    weights: WeightsOption = DEFAULT_WEIGHTS,
-    token_format: TokenFormatOption = None,
     seed: SeedOption = 0,
-    activation: ActivationOption = None,
-    clamp: ClampOption = None,
     num_sms: Annotated[
         int | None, typer.Option("--num-sms", help="CTAs; default: all SMs of the chip.")
     ] = None,
@@ -99,6 +75,8 @@ def time(
         check_output_file("--html", html)
         if not phases:
             raise typer.BadParameter("--html shows the phases: it must be without --no-phases")
+    if options.biases:
+        raise typer.BadParameter("--biases must be left out: no clock has times of them")
     counts = parse_tokens(tokens, ranks)
     from deep_moe.emulator import chips
     from deep_moe.emulator.machine_code import DISASSEMBLER_VARIABLE, find_disassembler
@@ -112,22 +90,10 @@ def time(
     on = chips.load(chip)
     if clock_mhz is not None:
         on = on.at_clock(clock_mhz)
-    applied = parse_activation(activation, clamp, model=model)
-    shape = make_shape(
-        model=model,
-        ranks=ranks,
-        weights=weights,
-        biases=False,
-        token_format=token_format,
-        max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
-        pool_tokens=pool_rows(pool_tokens, is_fused=True),
-        shared_experts=shared_experts,
-        experts=experts,
-        topk=topk,
-        hidden=hidden,
-        intermediate=intermediate,
-        arch=on.arch,
-    ).with_gate(applied.has_gate)
+    applied = options.applied()
+    shape = options.shape(
+        ranks, max(1, *counts) if max_tokens is None else max_tokens, arch=on.arch
+    )
     overrides = parse_overrides(override)
     sms = int(on.value("num_sms")) if num_sms is None else num_sms
     check_call(shape, counts, arch=on.arch, num_sms=sms, activation=applied, overrides=overrides)
@@ -167,7 +133,7 @@ def time(
         if html is not None:
             from deep_moe.traces.page import write_page
 
-            write_page(timeline, html, title=title_of(model, ranks, tokens))
+            write_page(timeline, html, title=title_of(options.model, ranks, tokens))
             facts["html"] = str(html)
     if as_json:
         known = {"tokens": counts, "chip": chip, "machine_code": machine_code}

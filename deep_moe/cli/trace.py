@@ -8,35 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deep_moe.weights import DEFAULT_WEIGHTS
-
 from .checks import check_call, check_output_file
+from .layer_options import LayerOptions, with_layer_options
 from .layer_path import LayerPath, check_split_path
 from .options import (
-    ActivationOption,
-    BiasesOption,
-    ClampOption,
-    ExpertsOption,
-    HiddenOption,
     HtmlOption,
-    IntermediateOption,
     JsonOption,
     MaxTokensOption,
-    ModelOption,
     OverrideOption,
-    PoolTokensOption,
     RanksOption,
     SeedOption,
-    SharedExpertsOption,
-    TokenFormatOption,
     TokensOption,
-    TopkOption,
-    WeightsOption,
-    make_shape,
-    parse_activation,
     parse_overrides,
     parse_tokens,
-    pool_rows,
 )
 from .output import new_table, print_json, stderr, stdout
 from .run import Device, arch_of
@@ -50,6 +34,7 @@ if TYPE_CHECKING:
     from deep_moe.trial.trace import RankTrace
 
 
+@with_layer_options
 def trace(
     file: Annotated[
         Path,
@@ -57,22 +42,11 @@ def trace(
             dir_okay=False, help="Where the Chrome trace goes; compressed if it ends in .gz."
         ),
     ],
-    model: ModelOption = None,
+    options: LayerOptions,
     ranks: RanksOption = 2,
     tokens: TokensOption = "16",
     max_tokens: MaxTokensOption = None,
-    pool_tokens: PoolTokensOption = None,
-    shared_experts: SharedExpertsOption = 0,
-    experts: ExpertsOption = None,
-    topk: TopkOption = None,
-    hidden: HiddenOption = None,
-    intermediate: IntermediateOption = None,
-    weights: WeightsOption = DEFAULT_WEIGHTS,
-    biases: BiasesOption = False,
-    token_format: TokenFormatOption = None,
     seed: SeedOption = 0,
-    activation: ActivationOption = None,
-    clamp: ClampOption = None,
     arch: Annotated[
         str | None, typer.Option("--arch", help="Default: that of the GPU, sm_100a on a CPU.")
     ] = None,
@@ -119,33 +93,26 @@ def trace(
             "enable_profiling=True; got split"
         )
     if path == LayerPath.throughput_path:
-        check_split_path(path, shared_experts)
-    if chip is not None and (device != Device.cpu or path != LayerPath.fused_path or biases):
+        check_split_path(path, options.shared_experts)
+    if chip is not None and (
+        device != Device.cpu or path != LayerPath.fused_path or options.biases
+    ):
         raise typer.BadParameter("--chip goes with --device cpu, --path fused and no --biases")
     counts = parse_tokens(tokens, ranks)
     from deep_moe.targets import EMULATED, target_of
 
-    output = TraceOutput(file, html, title_of(model, ranks, tokens), as_json)
+    output = TraceOutput(file, html, title_of(options.model, ranks, tokens), as_json)
     on_chip = None if chip is None else _chip_of(chip, arch)
     if on_chip is not None:
         arch, num_sms = on_chip.arch, num_sms or int(on_chip.value("num_sms"))
     arch = arch or (EMULATED.name if device == Device.cpu else arch_of(device))
-    applied = parse_activation(activation, clamp, model=model)
-    shape = make_shape(
-        model=model,
-        ranks=ranks,
-        weights=weights,
-        biases=biases,
-        token_format=token_format,
-        max_tokens=max(1, *counts) if max_tokens is None else max_tokens,
-        pool_tokens=pool_rows(pool_tokens, is_fused=path is LayerPath.fused_path),
-        shared_experts=shared_experts,
-        experts=experts,
-        topk=topk,
-        hidden=hidden,
-        intermediate=intermediate,
+    applied = options.applied()
+    shape = options.shape(
+        ranks,
+        max(1, *counts) if max_tokens is None else max_tokens,
         arch=arch,
-    ).with_gate(applied.has_gate)
+        is_fused=path is LayerPath.fused_path,
+    )
     overrides = parse_overrides(override)
     check_call(
         shape,

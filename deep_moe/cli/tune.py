@@ -11,26 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deep_moe.activations import Swiglu
-from deep_moe.weights import DEFAULT_WEIGHTS
 
-from .options import (
-    ActivationOption,
-    BiasesOption,
-    ExpertsOption,
-    HiddenOption,
-    IntermediateOption,
-    JsonOption,
-    ModelOption,
-    PoolTokensOption,
-    SharedExpertsOption,
-    TokenFormatOption,
-    TopkOption,
-    WeightsOption,
-    check_weights,
-    make_shape,
-    parse_activation,
-    pool_rows,
-)
+from .layer_options import LayerOptions, with_layer_options
+from .options import JsonOption
 from .output import new_table, print_error, print_json, stderr, stdout
 from .run import Device
 
@@ -41,8 +24,9 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = "1,8,16,32,64,128,256,512,1024,2048,4096,8192"
 
 
+@with_layer_options
 def tune(
-    model: ModelOption = None,
+    options: LayerOptions,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -52,20 +36,6 @@ def tune(
     tokens: Annotated[
         str, typer.Option("--tokens", help="Per rank, separated by commas.")
     ] = DEFAULT_TOKENS,
-    pool_tokens: PoolTokensOption = None,
-    shared_experts: SharedExpertsOption = 0,
-    experts: ExpertsOption = None,
-    topk: TopkOption = None,
-    hidden: HiddenOption = None,
-    intermediate: IntermediateOption = None,
-    activation: ActivationOption = None,
-    weights: WeightsOption = DEFAULT_WEIGHTS,
-    biases: BiasesOption = False,
-    token_format: TokenFormatOption = None,
-    clamp: Annotated[
-        float | None,
-        typer.Option("--clamp", help="Bound of gate and up; default: 10, if it is swiglu."),
-    ] = None,
     budget: Annotated[
         float, typer.Option("--budget", min=1, help="Seconds for everything, about.")
     ] = 300.0,
@@ -102,42 +72,29 @@ def tune(
     A candidate that is faster beyond noise enters the table. Later calls take the kernel from the
     table, also on more ranks with as many experts each. See docs/tuning.md.
 
+    Without --activation and --clamp, swiglu's gate and up are bounded by 10.
+
     With --chip the emulator's clock predicts the times, and no GPU is needed. A candidate takes
     seconds to minutes.
     """
     started = time.time()
-    _check_place(device, chip, gpu, table, biases)
+    _check_place(device, chip, gpu, table, options.biases)
     from deep_moe.emulator import chips
 
     on = None if chip is None else chips.load(chip)
     sizes = parse_sizes(tokens)
-    applied = parse_activation(activation, clamp, model=model)
-    if activation is None and applied == Swiglu():
+    applied = options.applied()
+    if options.activation is None and applied == Swiglu():
         applied = Swiglu(10.0)
 
     def shape_on(num_ranks: int, arch: str | None = None) -> MoEShape:
-        return make_shape(
-            model=model,
-            ranks=num_ranks,
-            experts=experts,
-            topk=topk,
-            hidden=hidden,
-            intermediate=intermediate,
-            weights=weights,
-            biases=biases,
-            max_tokens=max(sizes),
-            pool_tokens=pool_rows(pool_tokens),
-            shared_experts=shared_experts,
-            token_format=token_format,
-            arch=arch,
-        ).with_gate(applied.has_gate)
+        return options.shape(num_ranks, max(sizes), arch=arch)
 
     from deep_moe.fused.tuning_tables import user_table_path
     from deep_moe.heuristics.tuning import read_table
     from deep_moe.targets import target_of
 
     # What can be refused is, before PyTorch is imported: that takes seconds.
-    check_weights(weights)
     if ranks is not None:
         shape_on(ranks)
     path = table or user_table_path()

@@ -7,34 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deep_moe.weights import DEFAULT_WEIGHTS
-
+from .layer_options import LayerOptions, with_layer_options
 from .options import (
     AccumulateOption,
-    ActivationOption,
-    BiasesOption,
-    ClampOption,
-    ExpertsOption,
     FolderOption,
     GpuOption,
-    HiddenOption,
-    IntermediateOption,
     JsonOption,
-    ModelOption,
     NumSmsOption,
     OverrideOption,
-    PoolTokensOption,
     RanksOption,
-    SharedExpertsOption,
-    TokenFormatOption,
-    TopkOption,
-    WeightsOption,
     find_measurements,
     gpu_of_this_machine,
-    make_shape,
-    parse_activation,
     parse_overrides,
-    pool_rows,
 )
 from .output import new_table, print_json, stderr, stdout
 
@@ -43,21 +27,13 @@ if TYPE_CHECKING:
     from deep_moe.targets import MegaMoEConfig
 
 
+@with_layer_options
 def warmup(
-    model: ModelOption = None,
+    options: LayerOptions,
     ranks: RanksOption = 8,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", min=1, help="Most tokens of one call per rank.")
     ] = 256,
-    pool_tokens: PoolTokensOption = None,
-    shared_experts: SharedExpertsOption = 0,
-    experts: ExpertsOption = None,
-    topk: TopkOption = None,
-    hidden: HiddenOption = None,
-    intermediate: IntermediateOption = None,
-    weights: WeightsOption = DEFAULT_WEIGHTS,
-    biases: BiasesOption = False,
-    token_format: TokenFormatOption = None,
     arch: Annotated[
         str | None,
         typer.Option(
@@ -68,8 +44,6 @@ def warmup(
     ] = None,
     num_sms: NumSmsOption = None,
     gpu: GpuOption = None,
-    activation: ActivationOption = None,
-    clamp: ClampOption = None,
     accumulate: AccumulateOption = False,
     override: OverrideOption = None,
     workers: Annotated[
@@ -92,23 +66,9 @@ def warmup(
     if here is not None:  # what calls here choose from
         arch, tuning = here.target.name, find_tuning(here.name)
         num_sms = here.num_sms if num_sms is None else num_sms
-    shape = make_shape(
-        model=model,
-        ranks=ranks,
-        experts=experts,
-        topk=topk,
-        hidden=hidden,
-        intermediate=intermediate,
-        weights=weights,
-        biases=biases,
-        token_format=token_format,
-        max_tokens=max_tokens,
-        pool_tokens=pool_rows(pool_tokens),
-        shared_experts=shared_experts,
-        arch=arch,
-    )
+    shape = options.shape(ranks, max_tokens, arch=arch)
     overrides = parse_overrides(override)
-    applied = parse_activation(activation, clamp, model=model)
+    applied = options.applied()
 
     def choose(num_tokens: int, is_uneven: bool) -> MegaMoEConfig:
         return choose_config(

@@ -3,9 +3,8 @@
 import pytest
 import typer
 
-from deep_moe.cli.options import make_shape, parse_overrides, parse_tokens
-
-UNSET = {"experts": None, "topk": None, "hidden": None, "intermediate": None}
+from deep_moe.cli.layer_options import LayerOptions
+from deep_moe.cli.options import parse_overrides, parse_tokens
 
 
 def test_one_number_of_tokens_holds_for_every_rank():
@@ -34,11 +33,11 @@ def test_other_overrides_are_refused_by_name(text):
 
 
 def test_a_model_gives_sizes_and_single_options_change_them():
-    shape = make_shape(model="deepseek-v3", ranks=8, max_tokens=5, **{**UNSET, "topk": 4})
+    shape = LayerOptions(model="deepseek-v3", topk=4).shape(8, 5)
     assert (shape.num_experts, shape.hidden, shape.intermediate_hidden) == (256, 7168, 2048)
     assert (shape.num_topk, shape.num_ranks, shape.num_max_tokens_per_rank) == (4, 8, 5)
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones():
     with pytest.raises(typer.BadParameter, match=r"one of .*deepseek-v3.*; got 'gpt'"):
-        make_shape(model="gpt", ranks=1, max_tokens=1, **UNSET)
+        LayerOptions(model="gpt").shape(1, 1)

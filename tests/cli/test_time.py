@@ -132,6 +132,7 @@ def test_what_a_chip_cannot_do_is_refused(tmp_path: Path):
         (["time", "--chip", "a100"], "a100"),
         (["trace", str(tmp_path / "f.json"), "--chip", "h100", "--arch", "sm_100a"], "sm_90a"),
         (["trace", str(tmp_path / "f.json"), "--chip", "h100", "--biases"], "no --biases"),
+        (["time", "--biases"], "--biases must be left out"),
     ]
     for words, text in refused:
         result = invoke(*words, *SMALL)

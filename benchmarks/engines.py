@@ -39,12 +39,11 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.activations import Activation, Swiglu
-from deep_moe.cli.options import make_shape
+from deep_moe.cli.layer_options import LayerOptions
 from deep_moe.cli.output import new_table, stdout
 from deep_moe.fused.input_preparation import prepare_inputs
 from deep_moe.fused.mega_moe import mega_moe
 from deep_moe.heuristics import PRESETS, MoEShape
-from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.integrations.token_format import served_token_format
 from deep_moe.targets import target_of_device
 from deep_moe.trial.real_size import ROUTINGS, expert_layer, rank_tokens
@@ -219,14 +218,12 @@ def model_results(
     """A result for each number of tokens, the most first: what the largest step needs of memory is
     there before any graph is captured."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    shape = make_shape(
+    options = LayerOptions(
         model=model,
-        ranks=num_ranks,
-        max_tokens=max(arguments.tokens),
-        pool_tokens=DEFAULT_POOL_TOKENS,
         weights=arguments.weights,
         **{option: getattr(arguments, option) for option in SIZES},
     )
+    shape = options.shape(num_ranks, max(arguments.tokens)).with_gate(True)
     layer = rank_weights(shape, rank, arguments.seed, device)
     paths: dict[str, ExpertPath] = {}
     paths |= own_paths(shape, layer, arguments, device, stack)

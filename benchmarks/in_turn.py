@@ -39,8 +39,9 @@ import torch.distributed as dist
 import typer
 
 from deep_moe.activations import Swiglu
-from deep_moe.cli.options import make_shape, parse_overrides
-from deep_moe.fused import call_plan
+from deep_moe.cli.layer_options import LayerOptions
+from deep_moe.cli.options import parse_overrides
+from deep_moe.fused import loaded_kernels
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.fused.call_plan import CallCaches
@@ -104,14 +105,14 @@ class Kernel:
     @contextmanager
     def in_use(self, buffer: SymmBuffer) -> Iterator[None]:
         """Calls with this buffer run this kernel: what they would look up is this kernel's own."""
-        call_plan.built_kernel.cache_clear()
+        loaded_kernels.built_kernel.cache_clear()
         with (
             patch.object(headers, "find_library", lambda: self._library),
-            patch.object(call_plan, "_launchers", self._launchers),
+            patch.object(loaded_kernels, "_launchers", self._launchers),
             patch.object(buffer, "caches", self._caches),
         ):
             yield
-        call_plan.built_kernel.cache_clear()
+        loaded_kernels.built_kernel.cache_clear()
 
 
 def main() -> None:
@@ -163,14 +164,14 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         "results": [],
     }
     rank = dist.get_rank()
-    shape = make_shape(
+    options = LayerOptions(
         model=arguments.model,
-        ranks=dist.get_world_size(),
-        max_tokens=max(arguments.tokens),
         weights=arguments.weights,
         token_format=arguments.token_format,
         **{option: getattr(arguments, option) for option in SIZES},
     )
+    most = max(arguments.tokens)
+    shape = options.shape(dist.get_world_size(), most, is_fused=False).with_gate(True)
     kernels = [Kernel(text) for text in arguments.kernel]
     shapes = {kernel.name: kernel.shape(shape) for kernel in kernels}
     layers: dict[MoEShape, TimedLayer] = {}

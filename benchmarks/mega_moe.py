@@ -39,7 +39,8 @@ import torch
 import torch.distributed as dist
 
 from deep_moe.activations import Swiglu
-from deep_moe.cli.options import make_shape, parse_overrides, pool_rows
+from deep_moe.cli.layer_options import LayerOptions
+from deep_moe.cli.options import parse_overrides
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.tokens import TOKEN_FORMATS
@@ -222,16 +223,15 @@ def model_results(
     """A result for each number of tokens."""
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     shares = [tokens_of_ranks(n, arguments.shares, num_ranks) for n in arguments.tokens]
-    shape = make_shape(
+    options = LayerOptions(
         model=model,
-        ranks=num_ranks,
-        max_tokens=max(map(max, shares)),
-        pool_tokens=pool_rows(arguments.pool_tokens),
+        pool_tokens=arguments.pool_tokens,
         shared_experts=arguments.shared_experts,
         weights=arguments.weights,
         token_format=arguments.token_format,
         **{option: getattr(arguments, option) for option in SIZES},
     )
+    shape = options.shape(num_ranks, max(map(max, shares))).with_gate(True)
     layer = rank_weights(shape, rank, arguments.seed, device)
     weight_bytes = bytes_per_weight(layer)
     fused = TimedLayer(shape, layer, device)

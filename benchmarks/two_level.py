@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from deep_moe import DomainGroups, TwoLevelMoE, make_domain_groups, prepare_inputs
 from deep_moe.activations import Swiglu
-from deep_moe.cli.options import make_shape
+from deep_moe.cli.layer_options import LayerOptions
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.trial.calls import model_inputs
@@ -151,14 +151,14 @@ class TwoLevelCall:
 def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
     """One process: all sizes."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    shape = make_shape(
+    options = LayerOptions(
         model=arguments.model,
-        ranks=num_ranks,
-        max_tokens=max(arguments.tokens),
         weights=arguments.weights,
         token_format=arguments.token_format,
         **{option: getattr(arguments, option) for option in SIZES},
     )
+    most = max(arguments.tokens)
+    shape = options.shape(num_ranks, most, is_fused=False).with_gate(True)
     activation = Swiglu(arguments.clamp)
     fused = TimedLayer(shape, rank_weights(shape, rank, arguments.seed, device), device)
     groups = make_domain_groups(arguments.domains, num_transport_sms=arguments.transport_sms)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.tokens import ALL_TO_ALL_FORMATS, TokenFormat, token_format
@@ -302,6 +302,9 @@ class LowLatencyConfig:
     (448, 2176)
     """
 
+    is_cooperative: ClassVar[bool] = True  # those that receive wait for all CTAs
+    activation: ClassVar[None] = None
+
     shape: LowLatencyShape
     step: Step
     num_ctas: int
@@ -321,6 +324,10 @@ class LowLatencyConfig:
             raise ValueError(
                 "fetches_rows must be False for a buffer without shared rows; got True"
             )
+
+    @property
+    def kernel_name(self) -> str:
+        return f"low_latency_{self.step}_kernel"
 
     @property
     def num_threads(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import ClassVar
 
 from .segments import align_up, ceil_div
 
@@ -48,6 +49,11 @@ class PrepareInputsConfig:
     >>> [config.num_ctas(config.num_chunks(n * 7168)) for n in (1, 2, 8192)]
     [2, 4, 14336]
     """
+
+    kernel_name: ClassVar[str] = "prepare_inputs_kernel"
+    is_cooperative: ClassVar[bool] = False
+    smem_bytes: ClassVar[int] = 0
+    activation: ClassVar[None] = None
 
     quantizes: bool = True
     has_float_scales: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.tokens import ALL_TO_ALL_FORMATS, TokenFormat, token_format
@@ -150,6 +150,9 @@ class ThroughputConfig:
     (512, 4240)
     """
 
+    is_cooperative: ClassVar[bool] = True  # those that receive wait for all CTAs
+    activation: ClassVar[None] = None
+
     shape: ThroughputShape
     step: Step
     num_ctas: int
@@ -186,6 +189,10 @@ class ThroughputConfig:
             return 0
         words = self.shape.hidden // travelling_words(self.tokens)
         return words // (4 if self.tokens.packs_scales else 1)
+
+    @property
+    def kernel_name(self) -> str:
+        return f"throughput_{self.step}_kernel"
 
     @property
     def num_threads(self) -> int:

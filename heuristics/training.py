@@ -39,8 +39,13 @@ class TrainingConfig:
     """
 
     step: ClassVar[str]
+    is_cooperative: ClassVar[bool] = False
     num_threads: int = 128
     arch: str = field(kw_only=True)
+
+    @property
+    def kernel_name(self) -> str:
+        return f"{self.step}_kernel"
 
     @property
     def activation(self) -> Activation | None:

@@ -1,14 +1,13 @@
 """Run-time compilation and launch of the kernels.
 
     from deep_moe import jit
-    kernel = jit.build(config)            # deep_moe.targets.MegaMoEConfig -> CompiledKernel
+    kernel = jit.build(config)            # a MegaMoEConfig or another kernel's -> CompiledKernel
     kernel.cubin, kernel.ptx, kernel.source, kernel.folder
     kernel.manifest["resources"]          # num_registers, stack_bytes, spill_store_bytes, ...
 
 `build` renders one small translation unit (render.py), compiles it with NVRTC for the config's
 architecture, whatever GPU this machine has (nvrtc.py, headers.py), and keeps the result (cache.py).
-`build_prepare_inputs`, `build_low_latency`, `build_throughput` and `build_training` do the same for
-the other kernels, `compile_cached` for any other source that includes the header library.
+`compile_cached` does the same for any other source that includes the header library.
 
 Fields of a manifest: `schema`, `key`, `kernel`, `arch`, `compiler`, `options`, `headers` (what each
 include folder counted as in the key), `config` (None for other sources), `resources` (None of what
@@ -30,8 +29,8 @@ import dataclasses
 import datetime
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from deep_moe.emulator.nvrtc import options_with
 from deep_moe.targets import target_of
@@ -40,54 +39,24 @@ from .cache import CompiledKernel, DamagedEntryWarning, EntryReport, KernelCache
 from .counts import KernelCounts, count, kernel_counts
 from .headers import find_headers
 from .nvrtc import compile_source, compile_to_ptx, compiler_version
-from .render import (
-    KERNEL_NAME,
-    PREPARE_INPUTS_NAME,
-    low_latency_name,
-    render_kernel,
-    render_low_latency,
-    render_prepare_inputs,
-    render_throughput,
-    render_training,
-    throughput_name,
-    training_name,
-)
-
-if TYPE_CHECKING:
-    from deep_moe.heuristics.low_latency import LowLatencyConfig
-    from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
-    from deep_moe.heuristics.throughput import ThroughputConfig
-    from deep_moe.heuristics.training import TrainingConfig
-    from deep_moe.targets.config import MegaMoEConfig
+from .render import KernelConfig, render_kernel
 
 __all__ = [
-    "KERNEL_NAME",
-    "PREPARE_INPUTS_NAME",
     "CompiledKernel",
     "DamagedEntryWarning",
     "EntryReport",
     "KernelCache",
+    "KernelConfig",
     "KernelCounts",
     "build",
-    "build_low_latency",
-    "build_prepare_inputs",
-    "build_throughput",
-    "build_training",
     "compile_cached",
     "compile_source",
     "compile_to_ptx",
     "find_headers",
     "kernel_counts",
-    "low_latency_name",
     "outdated",
     "prune",
     "render_kernel",
-    "render_low_latency",
-    "render_prepare_inputs",
-    "render_throughput",
-    "render_training",
-    "throughput_name",
-    "training_name",
 ]
 
 
@@ -95,66 +64,24 @@ logger = logging.getLogger(__name__)
 
 
 def build(
-    config: MegaMoEConfig, *, cache: KernelCache | None = None, for_emulator: bool = False
+    config: KernelConfig, *, cache: KernelCache | None = None, for_emulator: bool = False
 ) -> CompiledKernel:
-    """The Mega MoE kernel for `config`, from the cache or compiled now.
+    """The kernel for `config`, from the cache or compiled now.
 
     for_emulator: PTX is enough, and ptxas need not run; the kernel may have no cubin.
     Raises CompileError with the compiler's log, MissingPackageError, or CacheError.
     """
-    source = render_kernel(config)
-    return _build(source, KERNEL_NAME, config.arch, config.to_dict(), cache, for_emulator)
-
-
-def build_prepare_inputs(
-    config: PrepareInputsConfig, *, cache: KernelCache | None = None, for_emulator: bool = False
-) -> CompiledKernel:
-    """The kernel that prepares inputs; otherwise as `build`."""
-    source = render_prepare_inputs(config)
-    return _build(
-        source, PREPARE_INPUTS_NAME, config.arch, config.kernel_fields(), cache, for_emulator
-    )
-
-
-def build_low_latency(
-    config: LowLatencyConfig, *, cache: KernelCache | None = None, for_emulator: bool = False
-) -> CompiledKernel:
-    """A kernel of the low-latency all-to-all; otherwise as `build`."""
-    source, name = render_low_latency(config), low_latency_name(config)
-    return _build(source, name, config.arch, config.kernel_fields(), cache, for_emulator)
-
-
-def build_throughput(
-    config: ThroughputConfig, *, cache: KernelCache | None = None, for_emulator: bool = False
-) -> CompiledKernel:
-    """A kernel of the throughput all-to-all; otherwise as `build`."""
-    source, name = render_throughput(config), throughput_name(config)
-    return _build(source, name, config.arch, config.kernel_fields(), cache, for_emulator)
-
-
-def build_training(
-    config: TrainingConfig, *, cache: KernelCache | None = None, for_emulator: bool = False
-) -> CompiledKernel:
-    """A step of the differentiable layer; otherwise as `build`."""
-    fields: dict[str, Any] = dict(config.kernel_fields())
+    target_of(config.arch)  # or an error that says which there are
+    fields = {**config.kernel_fields(), "arch": config.arch}
     if config.activation is not None:
         fields |= config.activation.to_dict()
-    source, name = render_training(config), training_name(config)
-    return _build(source, name, config.arch, fields, cache, for_emulator)
-
-
-def _build(
-    source: str,
-    kernel: str,
-    arch: str,
-    fields: Mapping[str, Any],
-    cache: KernelCache | None,
-    for_emulator: bool,
-) -> CompiledKernel:
-    target_of(arch)  # or an error that says which there are
-    config = {**fields, "arch": arch}
     return compile_cached(
-        source, arch=arch, kernel=kernel, config=config, cache=cache, for_emulator=for_emulator
+        render_kernel(config),
+        arch=config.arch,
+        kernel=config.kernel_name,
+        config=fields,
+        cache=cache,
+        for_emulator=for_emulator,
     )
 
 

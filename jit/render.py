@@ -5,10 +5,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from deep_moe.heuristics.low_latency import LowLatencyConfig
+from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
+from deep_moe.heuristics.throughput import ThroughputConfig
+from deep_moe.heuristics.training import TrainingConfig
+from deep_moe.targets import MegaMoEConfig
 from deep_moe.tokens import token_format
 
 from .cpp_structs import CppStruct, layout_checks
@@ -28,17 +33,11 @@ from .kernel_args import (
 if TYPE_CHECKING:
     import jinja2
 
-    from deep_moe.heuristics.low_latency import LowLatencyConfig
-    from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
+    from deep_moe.activations import Activation
     from deep_moe.heuristics.segments import Layout
-    from deep_moe.heuristics.throughput import ThroughputConfig
-    from deep_moe.heuristics.training import TrainingConfig
-    from deep_moe.targets.config import MegaMoEConfig
 
-KERNEL_NAME = "mega_moe_kernel"
 # By whether there are some: the header in deep_moe/biases, and its struct.
 _BIAS_POLICIES = {False: ("none", "NoBiases"), True: ("per_expert", "PerExpertBiases")}
-PREPARE_INPUTS_NAME = "prepare_inputs_kernel"
 
 # As the header library names them, which the translation unit includes first.
 _CPP_TYPES = {
@@ -66,8 +65,35 @@ class _LayoutStruct:
     element_types: Mapping[str, str]  # C++ type by name
 
 
-def render_kernel(config: MegaMoEConfig) -> str:
-    """CUDA C++ source of the Mega MoE kernel for `config`."""
+class KernelConfig(Protocol):
+    """What each kernel's config says of it. kernel_name: its extern "C" entry. is_cooperative:
+    whether its CTAs wait for each other, so that all must be resident. activation: what is compiled
+    in, if any is. smem_bytes: dynamic shared memory of a CTA."""
+
+    @property
+    def arch(self) -> str: ...
+    @property
+    def kernel_name(self) -> str: ...
+    @property
+    def is_cooperative(self) -> bool: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def smem_bytes(self) -> int: ...
+    @property
+    def activation(self) -> Activation | None: ...
+    def kernel_fields(self) -> dict[str, int | float | bool]: ...
+    def __hash__(self) -> int: ...
+
+
+@singledispatch
+def render_kernel(config: KernelConfig) -> str:
+    """CUDA C++ source of the kernel for `config`."""
+    raise TypeError(f"config must be that of a kernel; got {type(config).__name__}")
+
+
+@render_kernel.register
+def _mega_moe(config: MegaMoEConfig) -> str:
     target, weights = config.target, config.target_weights
     bias_header, bias_policy = _BIAS_POLICIES[config.biases]
     token_headers, token_source = _token_source(config)
@@ -92,7 +118,7 @@ def render_kernel(config: MegaMoEConfig) -> str:
             "Tokens": token_source,
         },
         namespace=target.kernel,
-        kernel=KERNEL_NAME,
+        kernel=config.kernel_name,
         has_clusters=config.cluster_size > 1,
         constants=_constants(config.kernel_fields()),
         layouts=layouts,
@@ -118,34 +144,24 @@ def _token_source(config: MegaMoEConfig) -> tuple[tuple[str, ...], str]:
     return headers, f"deep_moe::LocalTokens<deep_moe::{scales.local_scales}>"
 
 
-def render_prepare_inputs(config: PrepareInputsConfig) -> str:
-    """CUDA C++ source of the kernel that prepares inputs."""
+@render_kernel.register
+def _prepare_inputs(config: PrepareInputsConfig) -> str:
     return _template("prepare_inputs.cu.j2").render(
         arch=config.arch,
-        kernel=PREPARE_INPUTS_NAME,
+        kernel=config.kernel_name,
         constants=_constants(config.kernel_fields()),
         layout_checks=list(layout_checks(PrepareInputsArgs)),
     )
 
 
-def low_latency_name(config: LowLatencyConfig) -> str:
-    """The entry of a low-latency kernel."""
-    return f"low_latency_{config.step}_kernel"
-
-
-def render_low_latency(config: LowLatencyConfig) -> str:
-    """CUDA C++ source of the low-latency dispatch or combine."""
+@render_kernel.register
+def _low_latency(config: LowLatencyConfig) -> str:
     structs = (LowLatencyArgs, SplitTraceCta, WaitStatus)
     return _render_split(config, f"low_latency_{config.step}", structs)
 
 
-def throughput_name(config: ThroughputConfig) -> str:
-    """The entry of a throughput kernel."""
-    return f"throughput_{config.step}_kernel"
-
-
-def render_throughput(config: ThroughputConfig) -> str:
-    """CUDA C++ source of the throughput dispatch or combine."""
+@render_kernel.register
+def _throughput(config: ThroughputConfig) -> str:
     return _render_split(config, f"throughput_{config.step}", (ThroughputArgs, WaitStatus))
 
 
@@ -168,13 +184,8 @@ def _render_split(
     )
 
 
-def training_name(config: TrainingConfig) -> str:
-    """The entry of a step of the differentiable layer."""
-    return f"{config.step}_kernel"
-
-
-def render_training(config: TrainingConfig) -> str:
-    """CUDA C++ source of a step of the differentiable layer."""
+@render_kernel.register
+def _training(config: TrainingConfig) -> str:
     args, activation = ARGS_OF_STEP[config.step], config.activation
     types, activation_constants = {}, []
     if activation is not None:
@@ -184,7 +195,7 @@ def render_training(config: TrainingConfig) -> str:
     return _template("training.cu.j2").render(
         arch=config.arch,
         step=config.step,
-        kernel=training_name(config),
+        kernel=config.kernel_name,
         args=args.__name__,
         has_clusters=config.kernel_fields().get("cluster_size", 1) > 1,
         constants=_constants(config.kernel_fields()),

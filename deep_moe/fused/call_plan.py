@@ -21,12 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from deep_moe import jit
 from deep_moe.activations import DEFAULT_ACTIVATION, activation_of
 from deep_moe.heuristics.expected_tokens import (
     expected_tokens_per_rank as choose_expected_tokens,
 )
-from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY, TensorMap, kernel_args
 from deep_moe.jit.launch import CudaLauncher
@@ -53,6 +51,7 @@ from .checks import (
 from .config_chooser import ConfigChooser
 from .deployment import ChosenConfigs
 from .gpu import Gpu
+from .loaded_kernels import is_loaded, launcher_of
 from .options import CALL_TENSORS, CallArguments, call_key, check_values, overrides_of
 
 if TYPE_CHECKING:
@@ -287,7 +286,7 @@ def _make_plan(
         raise ValueError(
             f"num_sms must be at most {gpu.num_sms}, the SMs of {gpu.name}; got {config.num_sms}"
         )
-    if gpu is not None and _launchers.get((config, gpu)) is None:
+    if gpu is not None and not is_loaded(config, gpu):
         earlier = _earlier_plan(key, buffer)
         # Loading takes long, may wait for all that runs on the GPU, and in a capture, drivers
         # before CUDA 12.3 refuse it. Not kept: after the capture, the kernel that fits is loaded.
@@ -309,7 +308,7 @@ def _make_plan(
         tensor_bytes={name: tensor.nbytes for name, tensor in tensors.items()},
         is_checked=is_checked(options, buffer),
         wait_timeout_ns=max(1, round(1e9 * _timeout_s(options, buffer))),
-        launcher=None if gpu is None else cuda_launcher(config, gpu),
+        launcher=None if gpu is None else launcher_of(config, gpu),
     )
     return buffer.caches.plans.put(key, plan)
 
@@ -374,29 +373,6 @@ def _choose_config(choose: ConfigChooser, expected_tokens: int, is_uneven: bool)
 @lru_cache(maxsize=4096)
 def _choose_one(choose: ConfigChooser, expected_tokens: int, is_uneven: bool) -> MegaMoEConfig:
     return choose(expected_tokens, is_uneven)
-
-
-@lru_cache(maxsize=256)
-def built_kernel(config: MegaMoEConfig, for_emulator: bool = False) -> CompiledKernel:
-    """Compiled, and read from the cache, once in a process."""
-    return jit.build(config, for_emulator=for_emulator)
-
-
-# The loaded kernels, one per kernel and device: a module belongs to the device's context.
-_launchers: BoundedCache[tuple[MegaMoEConfig, Gpu], CudaLauncher] = BoundedCache(1024)
-
-
-def cuda_launcher(config: MegaMoEConfig, gpu: Gpu) -> CudaLauncher:
-    launcher = _launchers.get((config, gpu))
-    if launcher is not None:
-        return launcher
-    launcher = gpu.load(
-        built_kernel(config),
-        num_threads=config.num_threads,
-        smem_bytes=config.smem_bytes,
-        is_cooperative=True,  # CTAs wait for each other
-    )
-    return _launchers.put((config, gpu), launcher)
 
 
 def _target(options: CallArguments, buffer: SymmBuffer) -> Target:

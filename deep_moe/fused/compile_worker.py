@@ -7,10 +7,10 @@ import pickle
 import sys
 from typing import NamedTuple
 
+from deep_moe import jit
 from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.deployment import ChosenConfigs, build_deployment, is_built
 from deep_moe.heuristics.prepare_inputs import PrepareInputsConfig
-from deep_moe.jit import build_prepare_inputs
 
 NICENESS = 10  # an engine loads its weights meanwhile
 
@@ -29,7 +29,7 @@ class CompileWork(NamedTuple):
 def compile_missing(work: CompileWork) -> int:
     """Compile what the cache lacks, and return how many kernels of layers that were."""
     for preparation in work.preparations:
-        build_prepare_inputs(preparation, for_emulator=work.for_emulator)
+        jit.build(preparation, for_emulator=work.for_emulator)
     most = work.choose.shape.num_max_tokens_per_rank
     configs = ChosenConfigs(work.choose, most, work.choose.key).uses
     begin = int(work.begin * len(configs))

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
 from deep_moe.errors import DeepMoEError
 from deep_moe.heuristics.shape import require_int
+from deep_moe.jit import KernelConfig
 
 from . import compile_worker, input_preparation
 from .buffer import SymmBuffer
-from .call_plan import built_kernel, choose_all, config_chooser, cuda_launcher
+from .call_plan import choose_all, config_chooser
 from .checks import require_type
 from .compile_worker import CompileWork
+from .loaded_kernels import built_kernel, launcher_of
 from .options import CallOptions, given_options, with_plain_options
 
 if TYPE_CHECKING:
@@ -81,16 +83,12 @@ class CompilingKernels:
 
 def _load(work: CompileWork, gpu: Gpu | None) -> None:
     """What is loaded already is kept. For the emulator, that a kernel is read is all."""
-    for _, _, config in choose_all(work.choose).uses:
+    configs: list[KernelConfig] = [config for _, _, config in choose_all(work.choose).uses]
+    for config in (*configs, *work.preparations):
         if gpu is None:
             built_kernel(config, for_emulator=True)
         else:
-            cuda_launcher(config, gpu)
-    for preparation in work.preparations:
-        if gpu is None:
-            input_preparation.built_kernel(preparation, for_emulator=True)
-        else:
-            input_preparation.cuda_launcher(preparation, gpu)
+            launcher_of(config, gpu)
 
 
 @with_plain_options

@@ -15,9 +15,10 @@ from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
 from deep_moe.targets.config import MegaMoEConfig
 
 from .buffer import SymmBuffer, describe_difference
-from .call_plan import built_kernel, is_checked, prepare_call
+from .call_plan import is_checked, prepare_call
 from .call_tensors import CallTensors
 from .checks import BIAS_NAMES, WEIGHT_NAMES, Biases, Pair
+from .loaded_kernels import built_kernel
 from .options import CALL_TENSORS, CallArguments
 from .rank_buffer import RankBuffer
 from .symm_memory import HostMemory

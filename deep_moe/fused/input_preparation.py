@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from deep_moe import jit
 from deep_moe.formats.block_scaled import GROUP_SIZE
 from deep_moe.heuristics.prepare_inputs import (
     VALUES_PER_CHUNK,
@@ -25,7 +23,6 @@ from deep_moe.heuristics.prepare_inputs import (
     whole_token_fields,
 )
 from deep_moe.heuristics.router import SCORINGS, Router
-from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.cpp_structs import CppStruct
 from deep_moe.jit.kernel_args import PrepareInputsArgs
 from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
@@ -46,6 +43,7 @@ from .checks import (
 )
 from .eager import is_seen_by_nobody
 from .gpu import Gpu, gpu_of
+from .loaded_kernels import built_kernel, launcher_of
 from .rank_buffer import used
 
 _NOTHING = nullcontext()
@@ -745,16 +743,5 @@ def _make_plan(
         num_slots=num_slots,
         num_ctas=config.num_ctas(num_chunks) + config.num_router_ctas(x.shape[0]),
         gpu=gpu,
-        launcher=None if gpu is None else cuda_launcher(config, gpu),
+        launcher=None if gpu is None else launcher_of(config, gpu),
     )
-
-
-@lru_cache(maxsize=64)
-def built_kernel(config: PrepareInputsConfig, for_emulator: bool = False) -> CompiledKernel:
-    return jit.build_prepare_inputs(config, for_emulator=for_emulator)
-
-
-@lru_cache(maxsize=64)
-def cuda_launcher(config: PrepareInputsConfig, gpu: Gpu) -> CudaLauncher:
-    """One per kernel and device: a module belongs to the device's context."""
-    return gpu.load(built_kernel(config), num_threads=config.num_threads)

@@ -21,8 +21,6 @@ from deep_moe.fused.call_plan import (
     CallCaches,
     CallPlan,
     args_of_weights,
-    built_kernel,
-    cuda_launcher,
 )
 from deep_moe.fused.checks import (
     NAMES_OF_LAYERS,
@@ -41,6 +39,7 @@ from deep_moe.fused.checks import (
 from deep_moe.fused.closing import Closing
 from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import run_rank
+from deep_moe.fused.loaded_kernels import built_kernel, launcher_of
 from deep_moe.fused.options import check_overrides
 from deep_moe.fused.rank_buffer import RankBuffer, used
 from deep_moe.fused.run_settings import RunSettings
@@ -498,7 +497,7 @@ class GroupedExperts(Closing):
             num_tokens=0,
             is_checked=self._settings.checked,
             wait_timeout_ns=self._settings.wait_timeout_ns,
-            launcher=None if gpu is None else cuda_launcher(config, gpu),
+            launcher=None if gpu is None else launcher_of(config, gpu),
         )
         return self._plan
 

@@ -1,21 +1,18 @@
-"""The kernels of the split path, built and loaded once, and what one launch of them is given."""
+"""What one launch of a kernel of the split path is given."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeAlias
 
 import torch
 
-from deep_moe import jit
-from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.gpu import Gpu
+from deep_moe.fused.loaded_kernels import built_kernel, launcher_of
 from deep_moe.heuristics.low_latency import LowLatencyConfig
 from deep_moe.heuristics.throughput import ThroughputConfig
-from deep_moe.jit.cache import CompiledKernel
 from deep_moe.jit.cpp_structs import CppStruct
-from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch
+from deep_moe.jit.launch import MemoryRegion, RankLaunch
 
 SplitConfig: TypeAlias = LowLatencyConfig | ThroughputConfig
 
@@ -52,28 +49,3 @@ class Launch:
             tuple(region for region in regions if region.num_bytes),
             smem_layout=config.smem_layout,
         )
-
-
-@lru_cache(maxsize=256)
-def built_kernel(config: SplitConfig, for_emulator: bool = False) -> CompiledKernel:
-    """Compiled, and read from the cache, once in a process."""
-    if isinstance(config, ThroughputConfig):
-        return jit.build_throughput(config, for_emulator=for_emulator)
-    return jit.build_low_latency(config, for_emulator=for_emulator)
-
-
-_launchers: BoundedCache[tuple[SplitConfig, Gpu], CudaLauncher] = BoundedCache(256)
-
-
-def launcher_of(config: SplitConfig, gpu: Gpu) -> CudaLauncher:
-    """The kernel, loaded on this GPU once."""
-    launcher = _launchers.get((config, gpu))
-    if launcher is not None:
-        return launcher
-    launcher = gpu.load(
-        built_kernel(config),
-        num_threads=config.num_threads,
-        smem_bytes=config.smem_bytes,
-        is_cooperative=True,  # those that receive wait for all CTAs
-    )
-    return _launchers.put((config, gpu), launcher)

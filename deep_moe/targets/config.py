@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from deep_moe.activations import Activation, activation_of
 from deep_moe.heuristics.segments import Layout, align_up
@@ -45,6 +45,9 @@ class RoleRegisters(NamedTuple):
 @dataclass(frozen=True)
 class MegaMoEConfig:
     """One kernel. Made by `choose_config`; equal configs give equal kernels."""
+
+    kernel_name: ClassVar[str] = "mega_moe_kernel"
+    is_cooperative: ClassVar[bool] = True  # CTAs wait for each other
 
     # problem
     num_ranks: int

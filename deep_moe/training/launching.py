@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 
 import torch
 
-from deep_moe import jit
 from deep_moe.fused.gpu import Gpu
+from deep_moe.fused.loaded_kernels import built_kernel, launcher_of
 from deep_moe.heuristics.training import TrainingConfig
-from deep_moe.jit.cache import CompiledKernel
-from deep_moe.jit.launch import CudaLauncher, MemoryRegion, RankLaunch, run_emulated
+from deep_moe.jit.launch import MemoryRegion, RankLaunch, run_emulated
 
 
 def launch(
@@ -27,14 +25,14 @@ def launch(
     if num_ctas == 0:
         return
     if gpu is not None:
-        _launcher(config, gpu).launch(args, num_ctas, gpu.current_stream())
+        launcher_of(config, gpu).launch(args, num_ctas, gpu.current_stream())
         return
     regions = [
         *(MemoryRegion.of_tensor(name, t, is_writable=False) for name, t in read.items()),
         *(MemoryRegion.of_tensor(name, t, is_writable=True) for name, t in written.items()),
     ]
     memory = tuple(_joined(regions))
-    kernel = compiled(config, for_emulator=True)
+    kernel = built_kernel(config, for_emulator=True)
     smem_bytes = config.smem_bytes
     launched = RankLaunch(0, kernel, num_ctas, config.num_threads, smem_bytes, args, memory)
     run_emulated([launched], seed=0, checks=True, clock="virtual")
@@ -52,15 +50,3 @@ def _joined(regions: list[MemoryRegion]) -> list[MemoryRegion]:
             region = MemoryRegion(name, last.address, end - last.address, is_writable)
         joined.append(region)
     return joined
-
-
-@lru_cache(maxsize=256)
-def compiled(config: TrainingConfig, for_emulator: bool = False) -> CompiledKernel:
-    return jit.build_training(config, for_emulator=for_emulator)
-
-
-@lru_cache(maxsize=256)
-def _launcher(config: TrainingConfig, gpu: Gpu) -> CudaLauncher:
-    """One per kernel and device: a module belongs to the device's context."""
-    kernel = compiled(config)
-    return gpu.load(kernel, num_threads=config.num_threads, smem_bytes=config.smem_bytes)

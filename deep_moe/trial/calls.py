@@ -171,7 +171,7 @@ def _preparation(x: torch.Tensor, tokens: Tokens, buffer: SymmBuffer, arch: str)
     memory = tuple(
         MemoryRegion.of_tensor(name, tensor, is_writable=False) for name, tensor in read.items()
     )
-    kernel = jit.build_prepare_inputs(config, for_emulator=True)
+    kernel = jit.build(config, for_emulator=True)
     num_ctas = config.num_ctas(num_chunks)
     return RankLaunch(buffer.rank, kernel, num_ctas, config.num_threads, 0, args, memory)
 

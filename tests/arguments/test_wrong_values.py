@@ -15,8 +15,7 @@ import pytest
 from deep_moe import jit
 from deep_moe.emulator.machine import Machine
 from deep_moe.errors import CheckpointError
-from deep_moe.fused import call_plan, input_preparation
-from deep_moe.split import kernels
+from deep_moe.fused import loaded_kernels
 from docs.site_hooks import documented_errors
 
 from .public_calls import CALLS
@@ -59,13 +58,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def switch() -> None:
         # A launch that fails would leave a buffer that refuses further calls.
-        for kernel_of in (
-            call_plan.built_kernel,
-            input_preparation.built_kernel,
-            kernels.built_kernel,
-        ):
-            kernel_of.cache_clear()
-        monkeypatch.setattr(jit, "_build", take)
+        loaded_kernels.built_kernel.cache_clear()
+        monkeypatch.setattr(jit, "compile_cached", take)
         monkeypatch.setattr(Machine, "launch", take)
 
     return switch

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.host_overhead import SHAPE, Layers, UndrivenGpu, gpu_path_on_cpu
-from deep_moe.fused import call_plan
+from deep_moe.fused import loaded_kernels
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.call_plan import CallPlan, prepare_call
 from deep_moe.fused.gpu import Gpu
@@ -24,7 +24,7 @@ from tests.layer.rank_layer import RankLayer, this_gpu
 
 @pytest.fixture(autouse=True)
 def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_plan, "_launchers", BoundedCache(256))
+    monkeypatch.setattr(loaded_kernels, "_launchers", BoundedCache(256))
 
 
 class CapturedGpu(UndrivenGpu):
@@ -65,7 +65,7 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
-    monkeypatch.setattr(call_plan, "built_kernel", lambda config: None)  # nothing is compiled
+    monkeypatch.setattr(loaded_kernels, "built_kernel", lambda config: None)  # nothing is compiled
     gpu = CapturedGpu()
     with gpu_path_on_cpu(gpu):
         yield Calls(gpu)

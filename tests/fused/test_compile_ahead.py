@@ -20,7 +20,7 @@ from deep_moe.fused import (
     compile_worker,
     compiling_kernels,
     config_chooser,
-    input_preparation,
+    loaded_kernels,
 )
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.call_plan import prepare_call
@@ -51,7 +51,7 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[CompileWork]:
     """What other interpreters would be told; none is started."""
     told: list[CompileWork] = []
     monkeypatch.setattr(compiling_kernels, "_start", told.append)
-    monkeypatch.setattr(compile_worker, "build_prepare_inputs", lambda *_, **__: None)
+    monkeypatch.setattr(jit, "build", lambda *_, **__: None)
     return told
 
 
@@ -61,8 +61,7 @@ def test_calls_find_all_kernels_in_the_cache(
 ):
     options: dict[str, Any] = {"arch": arch, "accumulate": True}
     with closing(small_buffer()) as buffer:
-        for cached in (call_plan.built_kernel, input_preparation.built_kernel):
-            cached.cache_clear()  # of kernels in other folders
+        loaded_kernels.built_kernel.cache_clear()  # of kernels in other folders
         compiling = deep_moe.compile_ahead(buffer, "swiglu", 10.0, num_workers=2, **options)
         compiling.wait(300)
         assert compiling.is_done
@@ -87,8 +86,7 @@ def test_calls_find_all_kernels_in_the_cache(
                 call(num_tokens)
         assert jit.kernel_counts() == counts  # nothing is compiled or read
         assert keys(cache) == before
-        call_plan.built_kernel.cache_clear()
-        input_preparation.built_kernel.cache_clear()
+        loaded_kernels.built_kernel.cache_clear()
         buffer.memory.status.received = 0
         call(9)
         assert jit.kernel_counts() == counts._replace(read=counts.read + 2)
@@ -106,8 +104,8 @@ def test_they_are_what_calls_on_a_gpu_ask_for(
     most, num_topk = 96, 2
     gpu = UndrivenGpu(target_of(arch))
     asked: set[MegaMoEConfig] = set()
-    monkeypatch.setattr(call_plan, "_launchers", BoundedCache(1024))
-    monkeypatch.setattr(call_plan, "built_kernel", asked.add)
+    monkeypatch.setattr(loaded_kernels, "_launchers", BoundedCache(1024))
+    monkeypatch.setattr(loaded_kernels, "built_kernel", asked.add)
     compiled: set[MegaMoEConfig] = set()
 
     def build(configs: list[tuple[int, int, MegaMoEConfig]], **_: object) -> None:
@@ -178,17 +176,11 @@ def test_no_call_behind_it_loads_compiles_or_chooses_anything(
     """However many tokens it has, and whatever its experts received, and how evenly."""
     most, num_topk = 48, 2
     monkeypatch.setattr(CountingGpu, "num_loads", 0)
-    monkeypatch.setattr(call_plan, "_launchers", BoundedCache(1024))
+    monkeypatch.setattr(loaded_kernels, "_launchers", BoundedCache(1024))
     monkeypatch.setattr(call_plan, "_chosen", BoundedCache(64))
     monkeypatch.setattr(compiling_kernels, "_start", lambda work: Ended())
     monkeypatch.setattr(jit, "build", lambda config, **_: config)  # from the cache
-    monkeypatch.setattr(jit, "build_prepare_inputs", lambda config, **_: config)
-    for cached in (
-        call_plan.built_kernel,
-        call_plan._choose_one,
-        input_preparation.built_kernel,
-        input_preparation.cuda_launcher,
-    ):
+    for cached in (loaded_kernels.built_kernel, call_plan._choose_one):
         cached.cache_clear()
     with gpu_path_on_cpu(CountingGpu(target_of(arch))):
         layers = Layers(MoEShape(1, 4, num_topk, 256, 128, most), 1, torch.device("cpu"))
@@ -201,7 +193,6 @@ def test_no_call_behind_it_loads_compiles_or_chooses_anything(
 
         monkeypatch.setattr(config_chooser, "choose_config", forbidden)
         monkeypatch.setattr(jit, "build", forbidden)
-        monkeypatch.setattr(jit, "build_prepare_inputs", forbidden)
         status, (l1, l2) = layers.buffer.memory.status, layers.weights[0]
         options: Any = {"activation": Swiglu(7.0)}
         for num_tokens in range(most + 1):
@@ -218,9 +209,7 @@ def test_no_call_behind_it_loads_compiles_or_chooses_anything(
                     slots = torch.zeros(num_tokens, num_topk)
                     deep_moe.prepare_inputs(x, slots.to(ids), slots.to(weights), layers.buffer)
     assert CountingGpu.num_loads == num_loaded
-    for cached in (call_plan.built_kernel, input_preparation.built_kernel):
-        cached.cache_clear()
-    input_preparation.cuda_launcher.cache_clear()
+    loaded_kernels.built_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(("num_cpus", "num_workers"), [(2, 1), (10, 2), (192, 8)])

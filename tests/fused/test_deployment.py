@@ -12,7 +12,7 @@ import deep_moe.fused.deployment
 from benchmarks.host_overhead import Layers, UndrivenGpu, gpu_path_on_cpu
 from deep_moe.activations import Swiglu
 from deep_moe.cli import app
-from deep_moe.fused import call_plan
+from deep_moe.fused import loaded_kernels
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.call_plan import prepare_call
 from deep_moe.fused.config_chooser import ConfigChooser
@@ -136,8 +136,8 @@ def test_no_call_behind_a_warmup_has_to_compile(arch: str, monkeypatch: pytest.M
     assert result.exit_code == 0, result.output
 
     asked: set[MegaMoEConfig] = set()
-    monkeypatch.setattr(call_plan, "_launchers", BoundedCache(1024))
-    monkeypatch.setattr(call_plan, "built_kernel", asked.add)
+    monkeypatch.setattr(loaded_kernels, "_launchers", BoundedCache(1024))
+    monkeypatch.setattr(loaded_kernels, "built_kernel", asked.add)
     with gpu_path_on_cpu(gpu):
         layers = Layers(shape, 1, torch.device("cpu"))
         status, (l1, l2) = layers.buffer.memory.status, layers.weights[0]

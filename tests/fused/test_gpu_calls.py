@@ -11,7 +11,7 @@ import torch
 
 import deep_moe
 from deep_moe import jit
-from deep_moe.fused import call_plan, config_chooser, input_preparation
+from deep_moe.fused import call_plan, config_chooser, loaded_kernels
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.heuristics import MoEShape
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
@@ -87,11 +87,9 @@ def test_no_call_behind_compile_ahead_compiles_loads_or_chooses(
     """However many tokens it has, whatever the experts received and how evenly, in graphs and
     outside, the preparation of its inputs too; and without `compile_ahead` the first call does."""
     monkeypatch.setenv("DEEP_MOE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(call_plan, "_launchers", BoundedCache(256))
+    monkeypatch.setattr(loaded_kernels, "_launchers", BoundedCache(256))
     monkeypatch.setattr(call_plan, "_chosen", BoundedCache(64))
-    call_plan.built_kernel.cache_clear()
-    input_preparation.built_kernel.cache_clear()
-    input_preparation.cuda_launcher.cache_clear()
+    loaded_kernels.built_kernel.cache_clear()
     layer = FilledLayer(96)
     deep_moe.compile_ahead(layer.buffer).wait(300)
     before = jit.kernel_counts()
@@ -118,8 +116,8 @@ def test_no_call_behind_compile_ahead_compiles_loads_or_chooses(
     layer.finish()
     assert jit.kernel_counts() == before
 
-    call_plan._launchers.clear()
-    call_plan.built_kernel.cache_clear()
+    loaded_kernels._launchers.clear()
+    loaded_kernels.built_kernel.cache_clear()
     layer.buffer.caches.clear()
     layer.launch(layer.y[:3])
     layer.finish()

@@ -12,7 +12,7 @@ import torch
 import deep_moe
 from benchmarks.host_overhead import SHAPE, Layers, UndrivenGpu, UndrivenLauncher, gpu_path_on_cpu
 from deep_moe.errors import DeepMoEError
-from deep_moe.fused import call_plan
+from deep_moe.fused import loaded_kernels
 from deep_moe.fused.bounded_cache import BoundedCache
 
 BUSY = "sym_buffer is in use by another thread; let one thread at a time call"
@@ -87,8 +87,8 @@ def test_a_call_that_is_refused_or_fails_gives_the_buffer_back(example, monkeypa
 
 
 def test_a_second_thread_is_refused_on_a_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_plan, "_launchers", BoundedCache(256))
-    monkeypatch.setattr(call_plan, "built_kernel", lambda config: None)
+    monkeypatch.setattr(loaded_kernels, "_launchers", BoundedCache(256))
+    monkeypatch.setattr(loaded_kernels, "built_kernel", lambda config: None)
     with gpu_path_on_cpu(UndrivenGpu()):
         layers = Layers(SHAPE, 1, torch.device("cpu"))
         layers.call(0)

@@ -12,6 +12,7 @@ from deep_moe.emulator.tensor_map import DataType, Swizzle
 from deep_moe.jit.cpp_structs import CppStruct, member_names
 from deep_moe.jit.kernel_args import TensorMap, WaitStatus, kernel_args
 from deep_moe.jit.launch import CudaLauncher
+from deep_moe.targets import MegaMoEConfig
 from deep_moe.tensor_map import map_of_rows
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +50,7 @@ def make_launcher() -> tuple[CudaLauncher, int]:
     kernel = jit.compile_cached(
         SOURCE.replace("NUM_SMEM_BYTES", str(NUM_SMEM_BYTES)),
         arch=f"sm_{major}{minor}a",
-        kernel=jit.KERNEL_NAME,
+        kernel=MegaMoEConfig.kernel_name,
     )
     torch.cuda.current_stream()  # makes the context current
     torch.zeros(1, device="cuda")

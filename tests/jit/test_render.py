@@ -149,7 +149,7 @@ def test_build_gives_a_kernel_whose_manifest_says_what_it_is(tmp_path: Path) -> 
     assert manifest["config"]["activation"] == "swiglu"
     assert manifest["config"]["activation_clamp"] == "inf"
     assert manifest["arch"] == "sm_100a"
-    assert manifest["kernel"] == jit.KERNEL_NAME
+    assert manifest["kernel"] == config.kernel_name
     # A kernel that spills, or needs more than the launch gives each thread, is a mistake.
     assert manifest["resources"]["spill_store_bytes"] == 0
     assert manifest["resources"]["num_registers"] * config.num_threads <= 65536

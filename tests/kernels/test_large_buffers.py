@@ -23,7 +23,7 @@ from deep_moe.heuristics.throughput import (
     ThroughputShape,
     throughput_buffer_layout,
 )
-from deep_moe.jit.render import render_low_latency, render_throughput
+from deep_moe.jit.render import render_kernel
 from deep_moe.targets import choose_config
 
 from .conftest import config_struct, foreign_headers
@@ -111,7 +111,7 @@ def test_the_buffer_of_low_latency_calls(placement: str) -> None:
     own = staged if placement == "ranks" else {"messages": ("message", 4)}
     accessors = {**own, "combine": ("combine", 3), "shared_rows": ("shared_rows", 1)}
     buffer = ("split/low_latency_buffer.cuh", "LowLatencyBuffer<Config>")
-    check(struct_of(render_low_latency(config)), buffer, places(layout, accessors))
+    check(struct_of(render_kernel(config)), buffer, places(layout, accessors))
 
 
 def test_the_buffer_of_throughput_calls() -> None:
@@ -127,7 +127,7 @@ def test_the_buffer_of_throughput_calls() -> None:
     }
     buffer = ("split/throughput_buffer.cuh", "ThroughputBuffer<Config>")
     layout = throughput_buffer_layout(shape)
-    check(struct_of(render_throughput(config)), buffer, places(layout, accessors))
+    check(struct_of(render_kernel(config)), buffer, places(layout, accessors))
 
 
 COMBINE = r"""

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
 
 import pytest
 
 from deep_moe.emulator import EmulatorError, RaceDetected
 from deep_moe.errors import MegaMoEError, MegaMoETimeoutError
+from deep_moe.fused.loaded_kernels import built_kernel
 from deep_moe.jit import headers
 
 from .catalogue import Edit, Mutation, TextEdit
@@ -23,12 +23,6 @@ from .marks import find_marks
 
 ROOT = Path(__file__).parents[2]
 INCLUDE = ROOT / "include" / "deep_moe"
-
-
-class Cached(Protocol):
-    """A function that keeps kernels."""
-
-    def cache_clear(self) -> None: ...
 
 
 def with_text_edit(edit: TextEdit, text: str) -> str:
@@ -149,16 +143,13 @@ def check_edits(mutation: Mutation) -> None:
 
 @contextmanager
 def planted_in_headers(
-    mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch, *caches: Cached
+    mutation: Mutation, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """Kernels are compiled, for the emulator alone, from headers with the bug. caches: of the
-    functions that keep compiled kernels."""
+    """Kernels are compiled, for the emulator alone, from headers with the bug."""
     planted = plant_into_header(mutation, folder)
     monkeypatch.setattr(headers, "find_library", lambda: planted)
-    for cache in caches:
-        cache.cache_clear()
+    built_kernel.cache_clear()
     try:
         yield
     finally:
-        for cache in caches:
-            cache.cache_clear()
+        built_kernel.cache_clear()

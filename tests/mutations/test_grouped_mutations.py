@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from deep_moe.fused import call_plan
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.grouped_calls import COUNTS, exact_case, run_behind_each_other, run_padded
 
@@ -54,7 +53,7 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    with planted_in_headers(mutation, tmp_path, monkeypatch, call_plan.built_kernel):
+    with planted_in_headers(mutation, tmp_path, monkeypatch):
         yield mutation
 
 

@@ -16,9 +16,9 @@ import torch
 
 from deep_moe import jit
 from deep_moe.emulator.machine import SCHEDULES
-from deep_moe.fused import call_plan, input_preparation
+from deep_moe.fused import loaded_kernels
 from deep_moe.heuristics import MoEShape
-from deep_moe.targets import choose_config, target_of
+from deep_moe.targets import MegaMoEConfig, choose_config, target_of
 from deep_moe.trial.synthetic import exact_layer, exact_tokens
 from tests.everyday import parametrize
 from tests.pairs import formats
@@ -242,27 +242,27 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    kernels = (call_plan.built_kernel, input_preparation.built_kernel)
     if header_edits(mutation):
-        with planted_in_headers(mutation, tmp_path, monkeypatch, *kernels):
+        with planted_in_headers(mutation, tmp_path, monkeypatch):
             yield mutation
         return
     if (edit := text_edit(mutation)).file == RENDERED:
         render = jit.render_kernel
-        monkeypatch.setattr(
-            jit, "render_kernel", lambda config: with_text_edit(edit, render(config))
-        )
+
+        def render_planted(config: jit.KernelConfig) -> str:
+            text = render(config)
+            return with_text_edit(edit, text) if isinstance(config, MegaMoEConfig) else text
+
+        monkeypatch.setattr(jit, "render_kernel", render_planted)
     else:
         planted_module = plant_into_module(edit)
         sound = importlib.import_module(planted_module.__name__)
         for name, member in vars(planted_module).items():
             if isinstance(member, FunctionType):
                 monkeypatch.setattr(sound, name, member)
-    for kernel in kernels:
-        kernel.cache_clear()
+    loaded_kernels.built_kernel.cache_clear()
     yield mutation
-    for kernel in kernels:
-        kernel.cache_clear()
+    loaded_kernels.built_kernel.cache_clear()
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_90a"])

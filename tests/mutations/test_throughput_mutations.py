@@ -11,7 +11,6 @@ import torch
 
 from deep_moe.emulator.machine import SCHEDULES
 from deep_moe.errors import MegaMoEError
-from deep_moe.split import kernels
 from deep_moe.split.emulated_throughput import EmulatedThroughputAllToAll
 
 from ..split.reference import bits
@@ -127,7 +126,7 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    with planted_in_headers(mutation, tmp_path, monkeypatch, kernels.built_kernel):
+    with planted_in_headers(mutation, tmp_path, monkeypatch):
         yield mutation
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from deep_moe.activations import GeluTanh, Situ, Swiglu, SwigluStep
-from deep_moe.training import launching
 
 from ..training import test_grouped_product, test_kernels
 from .catalogue import Mutation
@@ -89,7 +88,7 @@ def planted(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Mutation]:
     mutation: Mutation = request.param
-    with planted_in_headers(mutation, tmp_path, monkeypatch, launching.compiled):
+    with planted_in_headers(mutation, tmp_path, monkeypatch):
         yield mutation
 
 

@@ -20,7 +20,7 @@ def compile_kernel(source: str, arch: str):
         source,
         arch=arch,
         include_paths=jit.find_headers().include_paths,
-        kernel=jit.PREPARE_INPUTS_NAME,
+        kernel=PrepareInputsConfig.kernel_name,
     )
 
 
@@ -30,7 +30,7 @@ def test_no_spills_and_full_occupancy(arch: str, int32_idx: bool, bf16_weights: 
     config = PrepareInputsConfig(
         has_int32_topk_idx=int32_idx, has_bf16_topk_weights=bf16_weights, arch=arch
     )
-    compilation = compile_kernel(jit.render_prepare_inputs(config), arch)
+    compilation = compile_kernel(jit.render_kernel(config), arch)
     resources = compilation.resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == 0
     assert resources.stack_bytes == resources.static_smem_bytes == 0
@@ -41,7 +41,7 @@ def test_no_spills_and_full_occupancy(arch: str, int32_idx: bool, bf16_weights: 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_tokens_are_loaded_in_16_bytes_before_anything_is_stored(arch: str) -> None:
     config = PrepareInputsConfig(arch=arch)
-    ptx = compile_kernel(jit.render_prepare_inputs(config), arch).ptx
+    ptx = compile_kernel(jit.render_kernel(config), arch).ptx
     accesses = re.findall(r"\b((?:ld|st)\.global\.\S+)", ptx)
     num_loads = config.num_chunks_per_lane
     assert accesses[:num_loads] == ["ld.global.v4.u32"] * num_loads
@@ -51,9 +51,9 @@ def test_tokens_are_loaded_in_16_bytes_before_anything_is_stored(arch: str) -> N
 
 def test_the_manifest_says_what_the_kernel_is(tmp_path: Path) -> None:
     config = PrepareInputsConfig(has_int32_topk_idx=True, arch="sm_90a")
-    kernel = jit.build_prepare_inputs(config, cache=jit.KernelCache(tmp_path))
-    assert kernel.name == jit.PREPARE_INPUTS_NAME
-    assert f".entry {jit.PREPARE_INPUTS_NAME}" in kernel.ptx
+    kernel = jit.build(config, cache=jit.KernelCache(tmp_path))
+    assert kernel.name == config.kernel_name
+    assert f".entry {config.kernel_name}" in kernel.ptx
     assert kernel.manifest["config"] == {**config.kernel_fields(), "arch": "sm_90a"}
     (entry,) = jit.KernelCache(tmp_path).entries()
     assert entry.key == kernel.key

@@ -36,7 +36,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     gpu = Recording()
     monkeypatch.setattr("deep_moe.fused.rank_buffer.gpu_of", lambda _: gpu)
-    monkeypatch.setattr("deep_moe.split.kernels._launchers", BoundedCache(8))
+    monkeypatch.setattr("deep_moe.fused.loaded_kernels._launchers", BoundedCache(8))
     return launches
 
 

@@ -27,10 +27,10 @@ PROBLEMS = {
 
 def compile_kernel(config: LowLatencyConfig):
     return jit.compile_source(
-        jit.render_low_latency(config),
+        jit.render_kernel(config),
         arch=config.arch,
         include_paths=jit.find_headers().include_paths,
-        kernel=jit.low_latency_name(config),
+        kernel=config.kernel_name,
     )
 
 
@@ -99,7 +99,7 @@ def test_no_spills_with_stamps(arch: str, step: str) -> None:
 def test_the_manifest_says_what_the_kernel_is(tmp_path: Path) -> None:
     shape = LowLatencyShape(*PROBLEMS["small"], "mxfp8")
     config = LowLatencyConfig(shape, "dispatch", 2, "sm_90a", has_int32_topk_idx=True)
-    kernel = jit.build_low_latency(config, cache=jit.KernelCache(tmp_path))
+    kernel = jit.build(config, cache=jit.KernelCache(tmp_path))
     assert kernel.name == "low_latency_dispatch_kernel"
     assert f".entry {kernel.name}" in kernel.ptx
     assert kernel.manifest["config"] == {**config.kernel_fields(), "arch": "sm_90a"}

@@ -31,10 +31,10 @@ PROBLEMS = {
 
 def compile_kernel(config: ThroughputConfig):
     return jit.compile_source(
-        jit.render_throughput(config),
+        jit.render_kernel(config),
         arch=config.arch,
         include_paths=jit.find_headers().include_paths,
-        kernel=jit.throughput_name(config),
+        kernel=config.kernel_name,
     )
 
 

@@ -148,10 +148,10 @@ def test_errors_of_out_and_arch() -> None:
 def test_no_spills_and_no_serialized_products() -> None:
     config = GroupedProductConfig(arch="sm_90a")
     compilation = jit.compile_source(
-        jit.render_training(config),
+        jit.render_kernel(config),
         arch=config.arch,
         include_paths=jit.find_headers().include_paths,
-        kernel=jit.training_name(config),
+        kernel=config.kernel_name,
     )
     resources = compilation.resources
     assert resources.spill_store_bytes == resources.spill_load_bytes == resources.stack_bytes == 0

@@ -57,10 +57,10 @@ def configs(arch: str) -> list[TrainingConfig]:
 
 def compile_kernel(config: TrainingConfig):
     return jit.compile_source(
-        jit.render_training(config),
+        jit.render_kernel(config),
         arch=config.arch,
         include_paths=jit.find_headers().include_paths,
-        kernel=jit.training_name(config),
+        kernel=config.kernel_name,
     )
 
 
@@ -77,7 +77,7 @@ def test_no_spills(arch: str) -> None:
 
 def test_the_manifest_says_what_the_kernel_is(tmp_path: Path) -> None:
     config = ActivateRowsConfig(applied=Situ(beta=3.0), arch="sm_90a")
-    kernel = jit.build_training(config, cache=jit.KernelCache(tmp_path))
+    kernel = jit.build(config, cache=jit.KernelCache(tmp_path))
     assert kernel.name == "activate_rows_kernel"
     assert f".entry {kernel.name}" in kernel.ptx
     assert kernel.manifest["config"]["activation_beta"] == 3.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deep_moe.heuristics import sm100
+import deep_moe.heuristics.sm100 as sm100
 from deep_moe.heuristics.links import ChipRates
 from deep_moe.heuristics.segments import Layout
 from deep_moe.heuristics.shape import MoEShape

@@ -23,7 +23,16 @@ ROOMS = (
     # A distribution of its own.
     ("emulator",),
     # Nothing else of ours, or each other. The package finds its own names when they are asked for.
-    ("errors", "lazy", "source_checkout", "tensor_memory", "tensor_map", "axes", "devices"),
+    (
+        "errors",
+        "lazy",
+        "source_checkout",
+        "described",
+        "tensor_memory",
+        "tensor_map",
+        "axes",
+        "devices",
+    ),
     # Numbers; what formats and activations are called, and the values of the axes below targets.
     ("formats", "tokens", "activations", "weights"),
     ("heuristics",),

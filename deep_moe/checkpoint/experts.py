@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from deep_moe.biases.per_expert import MegaMoEBiases
+from deep_moe.described import described_as
 from deep_moe.devices import named_device
 from deep_moe.errors import CheckpointError
 from deep_moe.heuristics.shape import MAX_SHARED_EXPERTS, require_int
@@ -197,6 +198,7 @@ def load_experts(
         return weights
 
 
+@described_as(load_experts)
 def load_biases(
     path: str | Path,
     layer: int,
@@ -212,15 +214,7 @@ def load_biases(
     transformed: l1 [E, 2*I], gate before up, and l2 [E, H], as the checkpoint has them. None, if
     the layer has none.
 
-    Args:
-        path: as of `load_experts`.
-        layer: as of `load_experts`.
-        num_experts: as of `load_experts`.
-        rank_idx: as of `load_experts`.
-        num_ranks: as of `load_experts`.
-        experts: as of `load_experts`.
-        naming: as of `load_experts`.
-        device: where the tensors are put.
+    Arguments are as of `load_experts`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -238,6 +232,7 @@ def load_biases(
         )
 
 
+@described_as(load_experts)
 def load_token_scale(
     path: str | Path,
     layer: int,
@@ -254,11 +249,9 @@ def load_token_scale(
 
     Linear1's output does not get such a scale: see docs/numerics.md.
 
+    Other arguments are as of `load_experts`.
+
     Args:
-        path: as of `load_experts`.
-        layer: as of `load_experts`.
-        num_experts: as of `load_experts`.
-        naming: as of `load_experts`.
         device: where the tensor is put.
 
     Raises what `load_experts` does; CheckpointError, too, if only some of the experts have such a

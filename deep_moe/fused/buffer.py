@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from deep_moe.described import described_as
 from deep_moe.devices import named_device
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
@@ -253,6 +254,7 @@ def memory_for(
     return shared_host_memory(group, layout.num_bytes)
 
 
+@described_as(get_symm_buffer_for_mega_moe)
 def buffer_size(
     num_ranks: int,
     num_experts: int,
@@ -270,18 +272,10 @@ def buffer_size(
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
 
+    Other arguments are as of `get_symm_buffer_for_mega_moe`.
+
     Args:
         num_ranks: ranks of the group.
-        num_experts: as of `get_symm_buffer_for_mega_moe`.
-        num_max_tokens_per_rank: as of `get_symm_buffer_for_mega_moe`.
-        num_topk: as of `get_symm_buffer_for_mega_moe`.
-        hidden: as of `get_symm_buffer_for_mega_moe`.
-        intermediate_hidden: as of `get_symm_buffer_for_mega_moe`.
-        weights: as of `get_symm_buffer_for_mega_moe`.
-        num_shared_experts: as of `get_symm_buffer_for_mega_moe`.
-        num_pool_tokens: as of `get_symm_buffer_for_mega_moe`.
-        biases: as of `get_symm_buffer_for_mega_moe`.
-        token_format: as of `get_symm_buffer_for_mega_moe`.
 
     Examples:
         deepseek-v4-pro on 8 ranks with up to 8192 tokens each, in GiB, and with a row of the pool

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
+from deep_moe.described import described_as
 from deep_moe.emulator.machine import EntriesBySource
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import entries_by_source, symm_buffer_layout
@@ -18,11 +19,11 @@ from deep_moe.tensor_memory import check_dense, refuse_shared_memory
 from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
 from deep_moe.weights.layers import MegaMoEWeights
 
-from .buffer import SymmBuffer
+from .buffer import SymmBuffer, get_symm_buffer_for_mega_moe
 from .checks import STATISTICS, Biases, check_biases_given, check_weights, named_as, require_type
 from .closing import Closing
 from .emulated_call import finish_emulated, prepare_launch, require_memory
-from .mega_moe import with_numerics
+from .mega_moe import mega_moe, with_numerics
 from .options import (
     OPTION_TENSORS,
     CallOptions,
@@ -44,21 +45,14 @@ if TYPE_CHECKING:
     from deep_moe.weights import WeightsName
 
 
+@described_as(get_symm_buffer_for_mega_moe)
 class EmulatedRanks(Closing):
     """`num_ranks` ranks of one layer, without processes or a GPU.
 
+    Other arguments are as of `get_symm_buffer_for_mega_moe`.
+
     Args:
         num_ranks: ranks to emulate.
-        num_experts: as of `get_symm_buffer_for_mega_moe`.
-        num_max_tokens_per_rank: as of `get_symm_buffer_for_mega_moe`.
-        num_topk: as of `get_symm_buffer_for_mega_moe`.
-        hidden: as of `get_symm_buffer_for_mega_moe`.
-        intermediate_hidden: as of `get_symm_buffer_for_mega_moe`.
-        weights: as of `get_symm_buffer_for_mega_moe`.
-        num_shared_experts: as of `get_symm_buffer_for_mega_moe`.
-        num_pool_tokens: as of `get_symm_buffer_for_mega_moe`.
-        biases: as of `get_symm_buffer_for_mega_moe`.
-        token_format: as of `get_symm_buffer_for_mega_moe`.
 
     Attributes:
         buffers: one SymmBuffer per rank; fill their views, then `call`. Arguments are those of
@@ -102,6 +96,7 @@ class EmulatedRanks(Closing):
         memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
         self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]
 
+    @described_as(mega_moe)
     @with_call_options
     def call(
         self,
@@ -126,13 +121,12 @@ class EmulatedRanks(Closing):
     ) -> None:
         """Run one call of every rank; arguments as in `mega_moe`.
 
+        Other arguments are as of `mega_moe`.
+
         Args:
             ys: each rank's output.
             weights: each rank's, transformed.
             stats: each rank's receive statistics.
-            activation: as of `mega_moe`.
-            activation_clamp: as of `mega_moe`.
-            fast_math: as of `mega_moe`.
             biases: each rank's transformed (l1, l2), if there are some.
             schedule: how warps are interleaved.
             ranks: those that take part, by default all; the others never arrive.

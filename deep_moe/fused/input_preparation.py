@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.formats.block_scaled import GROUP_SIZE
 from deep_moe.heuristics.prepare_inputs import (
     VALUES_PER_CHUNK,
@@ -158,6 +159,7 @@ def prepare_inputs(
         )
 
 
+@described_as(prepare_inputs)
 def route_and_prepare_inputs(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -180,27 +182,17 @@ def route_and_prepare_inputs(
     With "sqrt_softplus" it is no number either, and its expert the last to be chosen. With the fast
     ones it stays what it is, and its choice is -1e30.
 
+    Other arguments and errors are as of `prepare_inputs`.
+
     Args:
-        x: as `prepare_inputs` has it.
         router_logits: float32 or bfloat16 [tokens, experts], at most 1024 experts. Without
             `expert_map` they are the places of the buffer's experts.
         sym_buffer: of `get_symm_buffer_for_mega_moe`; its views get the chosen experts and their
             weights too, where later work may read them.
         router: the rule.
         correction_bias: float32 [experts], added to scores where experts are chosen.
-        token_mask: as `prepare_inputs` has it.
         padding_mask: in place of token_mask, bool [tokens], as vLLM has it: where it is True, all
             slots become -1.
-        expert_map: as `prepare_inputs` has it.
-        expert_load: as `prepare_inputs` has it.
-        token_scale: as `prepare_inputs` has it.
-        arch: as `prepare_inputs` has it.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        CompileError: NVRTC refused the kernel.
     """
     tensors = {
         "x": x,

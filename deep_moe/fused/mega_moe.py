@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
+from deep_moe.described import described_as
 from deep_moe.targets import target_of
 from deep_moe.weights.layers import MegaMoEWeights
 
@@ -147,6 +148,7 @@ def mega_moe(
         raise
 
 
+@described_as(mega_moe)
 @with_call_options
 def fp8_fp4_mega_moe(
     y: torch.Tensor,
@@ -166,29 +168,15 @@ def fp8_fp4_mega_moe(
     """`mega_moe` with MXFP4 weights and MXFP8 tokens, by the arguments of DeepGEMM's function of
     this name.
 
+    Other arguments and errors are as of `mega_moe`.
+
     Args:
         y: bfloat16 [tokens, hidden], written.
         l1_weights: what `transform_weights_for_mega_moe` returned: `l1, l2 = ...`.
         l2_weights: what `transform_weights_for_mega_moe` returned: `l1, l2 = ...`.
         sym_buffer: of `get_symm_buffer_for_mega_moe`, for mxfp4 weights.
-        cumulative_local_expert_recv_stats: as of `mega_moe`.
         recipe: only the default, (1, 1, 32), is allowed.
-        activation: as of `mega_moe`.
-        activation_clamp: as of `mega_moe`.
-        fast_math: as of `mega_moe`.
-        l1_bias: as of `mega_moe`.
-        l2_bias: as of `mega_moe`.
         {options}
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
-            object usable again. On a GPU the next call raises it.
-        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
-            is a MegaMoEError.
-        CompileError: NVRTC refused the kernel.
     """
     if not isinstance(sym_buffer, SymmBuffer):
         require_type("sym_buffer", sym_buffer, SymmBuffer, "a SymmBuffer")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.heuristics.low_latency import LowLatencyShape
 
 from .emulated_layers import EmulatedLayers
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from deep_moe.tokens import TokenFormatName
 
 
+@described_as(LowLatencyAllToAll)
 class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
     """`num_ranks` ranks of a `LowLatencyAllToAll`, without processes or a GPU. Its methods take and
     give lists with one entry for each rank.
@@ -28,27 +30,13 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
     Attributes:
         layers: each rank's own.
 
+    Other arguments and errors are as of `LowLatencyAllToAll`.
+
     Args:
         num_ranks: ranks to emulate.
-        num_max_tokens_per_rank: as of `LowLatencyAllToAll`.
-        hidden: as of `LowLatencyAllToAll`.
-        num_experts: as of `LowLatencyAllToAll`.
-        num_topk: as of `LowLatencyAllToAll`.
-        token_format: as of `LowLatencyAllToAll`.
-        any_format: as of `LowLatencyAllToAll`.
-        zero_copy: as of `LowLatencyAllToAll`.
-        placement: as of `LowLatencyAllToAll`.
         relays_tokens: as of `LowLatencyAllToAll`; `prepare_dispatch` of each layer takes such
             tokens.
-        group_size: as of `LowLatencyAllToAll`.
-        dtype: as of `LowLatencyAllToAll`.
         options: timeout_s, num_sms and so on, as of `LowLatencyAllToAll`.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MemoryError: the machine has too little memory for these sizes.
     """
 
     def __init__(
@@ -113,6 +101,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
 
         return self._run_all(prepare, ranks, schedule)
 
+    @described_as(dispatch, LowLatencyAllToAll.combine)
     def combine(
         self,
         ys: Sequence[torch.Tensor],
@@ -129,18 +118,14 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
     ) -> list[torch.Tensor]:
         """Every rank's `combine`; ranks and schedule as in `dispatch`.
 
+        Other arguments are as of `dispatch` and `LowLatencyAllToAll.combine`.
+
         Args:
             ys: each rank's y.
-            topk_idxs: each rank's topk_idx.
             topk_weights: each rank's topk_weights.
             handles: each rank's handle.
             outs: where each rank's result goes, by default new tensors.
-            zero_copy: as of `LowLatencyAllToAll.combine`.
-            receive: as there.
-            again: as there.
-            ranks: those that take part, by default all; the others never arrive, and the results
-                are of these only.
-            schedule: how warps are interleaved.
+
         """
 
         def prepare(layer: LowLatencyAllToAll, i: int) -> tuple[Launch, torch.Tensor]:
@@ -154,6 +139,7 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
 
         return self._run_all(prepare, ranks, schedule)
 
+    @described_as(dispatch)
     def receive(
         self,
         handles: Sequence[DispatchHandle],
@@ -163,11 +149,11 @@ class EmulatedAllToAll(EmulatedLayers[LowLatencyAllToAll]):
     ) -> None:
         """Every rank's `receive`; ranks and schedule as in `dispatch`.
 
+        Other arguments are as of `dispatch`.
+
         Args:
             handles: each rank's handle.
-            ranks: those that take part, by default all; the others never arrive, and the results
-                are of these only.
-            schedule: how warps are interleaved.
+
         """
 
         def prepare(layer: LowLatencyAllToAll, i: int) -> tuple[Launch, None]:

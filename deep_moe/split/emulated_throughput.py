@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.heuristics.throughput import ThroughputShape
 
 from .emulated_layers import EmulatedLayers
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Tensors = Sequence[torch.Tensor]
 
 
+@described_as(AllToAll)
 class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
     """`num_ranks` ranks of an `AllToAll`, without processes or a GPU. Its methods take and give
     lists with one entry for each rank.
@@ -28,22 +30,11 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
     Attributes:
         layers: each rank's own.
 
+    Other arguments and errors are as of `AllToAll`.
+
     Args:
         num_ranks: ranks to emulate.
-        max_tokens_per_rank: as of `AllToAll`.
-        hidden: as of `AllToAll`.
-        num_experts: as of `AllToAll`.
-        num_topk: as of `AllToAll`.
-        max_recv_rows: as of `AllToAll`.
-        expert_alignment: as of `AllToAll`.
-        dtype: as of `AllToAll`.
         options: timeout_s, num_sms and so on, as of `AllToAll`.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MemoryError: the machine has too little memory for these sizes.
     """
 
     def __init__(
@@ -112,6 +103,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
 
         return self._run_all(prepare, ranks, schedule)
 
+    @described_as(dispatch)
     def combine(
         self,
         ys: Tensors,
@@ -123,13 +115,14 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
     ) -> list[torch.Tensor]:
         """Every rank's `combine`; ranks and schedule as in `dispatch`.
 
+        Other arguments are as of `dispatch`.
+
         Args:
             ys: each rank's y.
             handles: each rank's handle.
-            topk_weights: each rank's topk_weights.
             ranks: those that take part, by default all; the others never arrive, and the results
                 are of these only.
-            schedule: how warps are interleaved.
+
         """
 
         def prepare(layer: AllToAll, i: int) -> tuple[Launch, torch.Tensor]:
@@ -138,6 +131,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
 
         return self._run_all(prepare, ranks, schedule)
 
+    @described_as(dispatch)
     def return_scalars(
         self,
         values: Tensors,
@@ -148,12 +142,14 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
     ) -> list[torch.Tensor]:
         """Every rank's `return_scalars`; ranks and schedule as in `dispatch`.
 
+        Other arguments are as of `dispatch`.
+
         Args:
             values: each rank's values.
             handles: each rank's handle.
             ranks: those that take part, by default all; the others never arrive, and the results
                 are of these only.
-            schedule: how warps are interleaved.
+
         """
 
         def prepare(layer: AllToAll, i: int) -> tuple[Launch, torch.Tensor]:

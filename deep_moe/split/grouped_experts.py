@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation, activation_of
+from deep_moe.described import described_as
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import device_for, memory_for
@@ -81,51 +82,6 @@ def token_formats_for(weights: str, arch: str | None = None) -> tuple[str, ...]:
     in_products = target.token_formats(weights)
     known = [name for name in TOKEN_FORMATS if token_format_of(name).in_products in in_products]
     return tuple(sorted(known, key=lambda name: name != in_products[0]))
-
-
-def grouped_experts_workspace_size(
-    max_rows: int,
-    hidden: int,
-    intermediate_hidden: int,
-    num_local_experts: int,
-    *,
-    weights: WeightsName = DEFAULT_WEIGHTS,
-    token_format: TokenFormatName | None = None,
-    num_pool_tokens: int | None = None,
-) -> int:
-    """Bytes of device memory that a `GroupedExperts` made from the same arguments has.
-
-    Args:
-        max_rows: as of `GroupedExperts`.
-        hidden: as of `GroupedExperts`.
-        intermediate_hidden: as of `GroupedExperts`.
-        num_local_experts: as of `GroupedExperts`.
-        weights: as of `GroupedExperts`.
-        token_format: as of `GroupedExperts`.
-        num_pool_tokens: as of `GroupedExperts`.
-
-    Examples:
-        Experts of deepseek-v4-pro on one of 8 ranks, for 1024 rows, in MiB:
-
-        >>> round(grouped_experts_workspace_size(1024, 7168, 3072, 48) / 2**20)
-        127
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-    """
-    shape = _shape_of(
-        max_rows,
-        hidden,
-        intermediate_hidden,
-        num_local_experts,
-        weights,
-        token_format_of(default_token_format(weights, token_format)).in_products,
-        num_pool_tokens,
-        False,
-    )
-    return work_space_layout(shape).num_bytes
 
 
 class GroupedExperts(Closing):
@@ -543,6 +499,45 @@ class GroupedExperts(Closing):
         )
 
 
+@described_as(GroupedExperts)
+def grouped_experts_workspace_size(
+    max_rows: int,
+    hidden: int,
+    intermediate_hidden: int,
+    num_local_experts: int,
+    *,
+    weights: WeightsName = DEFAULT_WEIGHTS,
+    token_format: TokenFormatName | None = None,
+    num_pool_tokens: int | None = None,
+) -> int:
+    """Bytes of device memory that a `GroupedExperts` made from the same arguments has.
+
+    Arguments are as of `GroupedExperts`.
+
+    Examples:
+        Experts of deepseek-v4-pro on one of 8 ranks, for 1024 rows, in MiB:
+
+        >>> round(grouped_experts_workspace_size(1024, 7168, 3072, 48) / 2**20)
+        127
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
+            names it.
+    """
+    shape = _shape_of(
+        max_rows,
+        hidden,
+        intermediate_hidden,
+        num_local_experts,
+        weights,
+        token_format_of(default_token_format(weights, token_format)).in_products,
+        num_pool_tokens,
+        False,
+    )
+    return work_space_layout(shape).num_bytes
+
+
 # Sizes of an object that its tensors give.
 _GIVEN_BY = {
     "hidden": "x's hidden",
@@ -551,6 +546,7 @@ _GIVEN_BY = {
 }
 
 
+@described_as(GroupedExperts.__call__, GroupedExperts)
 def grouped_experts(
     x: torch.Tensor,
     scales: torch.Tensor | None,
@@ -570,20 +566,12 @@ def grouped_experts(
     stream, and kept. The arguments are those of its call and, in `options`, of its constructor, but
     for what the weights know.
 
+    Other arguments are as of `GroupedExperts` and its call.
+
     Args:
-        x: as of the call of a `GroupedExperts`.
-        scales: as of the call of a `GroupedExperts`.
-        weights: as of the call of a `GroupedExperts`.
-        expert_count: as of the call of a `GroupedExperts`.
-        expert_begin: as of the call of a `GroupedExperts`.
-        out: as of the call of a `GroupedExperts`.
-        intermediate_hidden: as of `GroupedExperts`.
         max_rows: by default all rows of x, which for [local experts, N, hidden] may be far more
             than ever come; then say how many. Each kept object has a work space of
             `grouped_experts_workspace_size` bytes.
-        l1_bias: as of the call of a `GroupedExperts`.
-        l2_bias: as of the call of a `GroupedExperts`.
-        expected_rows: as of the call of a `GroupedExperts`.
         options: further arguments of `GroupedExperts`.
 
     Raises:

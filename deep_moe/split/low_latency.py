@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.fused.checks import (
     check_contiguous,
     check_start,
@@ -232,6 +233,7 @@ class LowLatencyAllToAll(SplitLayer):
         self.run(launch)
         return result
 
+    @described_as(dispatch)
     def combine(
         self,
         y: torch.Tensor,
@@ -246,6 +248,8 @@ class LowLatencyAllToAll(SplitLayer):
         wait_cycles: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
+
+        Errors are as of `dispatch`.
 
         Args:
             y: bfloat16 [local experts, N, hidden], where recv_x had its rows; with zero_copy, what
@@ -265,16 +269,6 @@ class LowLatencyAllToAll(SplitLayer):
         A token's sum goes over its used slots in their order: weight times row, in float32, each
         product and each sum rounded; the end is rounded to bfloat16 once. So it does not depend on
         who comes first.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
         """
         launch, result = self.prepare_combine(
             y,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.fused.checks import (
     check_contiguous,
     check_start,
@@ -33,6 +34,7 @@ from deep_moe.tokens import token_format as token_format_of
 
 from .handle import own_handle
 from .kernels import Launch
+from .low_latency import LowLatencyAllToAll
 from .split_layer import ROW_ALIGNMENT, SplitLayer, name_of_dtype
 
 if TYPE_CHECKING:
@@ -112,42 +114,27 @@ class Received(NamedTuple):
     row_ids: torch.Tensor | None = None
 
 
+@described_as(LowLatencyAllToAll)
 class AllToAll(SplitLayer):
     """Sends many tokens to the ranks of their experts, and brings back what those make of them.
 
+    Other arguments and errors are as of `LowLatencyAllToAll`.
+
     Args:
-        group: a torch.distributed process group, or None for a single rank. Every rank of it makes
-            one, with the same arguments, and all call its methods in the same order.
         max_tokens_per_rank: most tokens of one call, at most 32,768.
-        hidden: a multiple of 128.
         num_experts: of all ranks together, at most 2,048; rank r owns the r-th part.
-        num_topk: slots of a token, at most 32.
         max_recv_rows: most rows that the experts of a rank get in one call, padding included.
             Nothing is dropped: if a rank would get more, every rank gets an error that names it and
             the number.
         expert_alignment: each expert's rows begin at a multiple of this, a power of two.
         token_format: how tokens travel and arrive, unless a dispatch says otherwise: "bf16", or one
             of the FP8 formats of `LowLatencyAllToAll`.
-        dtype: as of `LowLatencyAllToAll`.
-        device: as of `LowLatencyAllToAll`.
-        num_sms: as of `LowLatencyAllToAll`.
-        timeout_s: as of `LowLatencyAllToAll`.
-        arch: as of `LowLatencyAllToAll`.
-        checked: as of `LowLatencyAllToAll`.
-        schedule_seed: as of `LowLatencyAllToAll`.
-        enable_profiling: as of `LowLatencyAllToAll`.
 
     All kernels of a layer run in the order of the calls: on one stream, or on streams that wait for
     each other. The host waits for none; they may be captured in a CUDA graph after a call outside.
 
     Attributes:
         nbytes: size of the symmetric buffer.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MemoryError: the machine has too little memory for these sizes.
     """
 
     shape: ThroughputShape
@@ -279,6 +266,7 @@ class AllToAll(SplitLayer):
         self.run(launch)
         return result
 
+    @described_as(dispatch)
     def combine(
         self,
         y: torch.Tensor,
@@ -288,6 +276,8 @@ class AllToAll(SplitLayer):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
+
+        Errors are as of `dispatch`.
 
         Args:
             y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; those of no token
@@ -302,39 +292,21 @@ class AllToAll(SplitLayer):
         A token's sum goes over its used slots in their order: weight times row, in float32, each
         product and each sum rounded; the end is rounded to bfloat16 once. So it does not depend on
         who comes first. A token without a used slot gets zeros.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
         """
         launch, result = self.prepare_combine(y, handle, topk_weights=topk_weights, out=out)
         self.run(launch)
         return result
 
+    @described_as(combine)
     def return_scalars(self, values: torch.Tensor, handle: AllToAllHandle) -> torch.Tensor:
         """Bring a number of each row back to its slot: float32 [tokens, topk], 0 for slots that are
         not used.
 
+        Other arguments and errors are as of `combine`.
+
         Args:
             values: float32 [max_recv_rows], a number for each row; for gradients of routing
                 weights.
-            handle: what the dispatch returned.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
         """
         launch, result = self.prepare_return_scalars(values, handle)
         self.run(launch)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
+from deep_moe.described import described_as
 from deep_moe.fused.buffer import device_for, ranks_of
 from deep_moe.fused.checks import require_type
 from deep_moe.fused.closing import Closing
@@ -51,38 +52,27 @@ def most_rows(num_ranks: int, max_tokens_per_rank: int, num_topk: int) -> int:
     return num_ranks * max_tokens_per_rank * num_topk
 
 
+@described_as(AllToAll, GroupedExperts)
 class ThroughputMoE(DumpsTraces, Closing):
     """An `AllToAll` and the `GroupedExperts` of its rank, as one layer for many tokens.
 
+    Other arguments and errors are as of `AllToAll` and `GroupedExperts`.
+
     Args:
-        group: as of `AllToAll`.
-        max_tokens_per_rank: as of `AllToAll`.
-        hidden: as of `AllToAll`.
-        intermediate_hidden: as of `GroupedExperts`.
-        num_experts: as of `AllToAll`.
-        num_topk: as of `AllToAll`.
         max_recv_rows: most rows that the experts of a rank get in one call; with more every rank
             gets a MegaMoEError, on a GPU at its next call or `check()`, and `reset()` is needed. By
             default as many as can come, ranks * max_tokens_per_rank * num_topk; there is memory for
             all of them.
-        weights: as of `GroupedExperts`.
-        biases: as of `GroupedExperts`.
         token_format: in which tokens travel, one that `GroupedExperts` has for the weights: by
             default "mxfp8", and "bf16" for bf16 weights.
         quantize_behind: whether tokens travel as bfloat16 and are quantized to token_format where
             their experts are. Results have the same bits; the links carry twice the bytes.
-        activation: as of `GroupedExperts`.
-        activation_clamp: as of `GroupedExperts`.
-        fast_math: as of `GroupedExperts`.
-        num_pool_tokens: as of `GroupedExperts`.
-        overrides: as of `GroupedExperts`.
         device: as of both.
         num_sms: as of both.
         arch: as of both.
         timeout_s: as of both.
         checked: as of both.
         schedule_seed: as of both.
-        enable_profiling: as of `AllToAll`.
 
     Every rank of the group makes one, with the same arguments, and all call it in the same order.
     The experts write their rows where other ranks fetch them, so nothing is copied in between.
@@ -92,12 +82,6 @@ class ThroughputMoE(DumpsTraces, Closing):
     Attributes:
         all_to_all: the `AllToAll`.
         experts: the `GroupedExperts`.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MemoryError: the machine has too little memory for these sizes.
     """
 
     all_to_all: AllToAll
@@ -269,28 +253,17 @@ class ThroughputMoE(DumpsTraces, Closing):
 
     # The steps of a call, each of which comes once and in this order.
 
+    @described_as(AllToAll.dispatch)
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, *, x_sf: torch.Tensor | None = None
     ) -> tuple[Received, AllToAllHandle]:
         """The tokens of this rank's experts.
 
-        Args:
-            x: as of `AllToAll.dispatch`.
-            topk_idx: as of `AllToAll.dispatch`.
-            x_sf: as of `AllToAll.dispatch`.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
+        Arguments and errors are as of `AllToAll.dispatch`.
         """
         return self.all_to_all.dispatch(x, topk_idx, x_sf=x_sf)
 
+    @described_as(GroupedExperts.__call__)
     def compute(
         self,
         received: Received,
@@ -301,21 +274,13 @@ class ThroughputMoE(DumpsTraces, Closing):
     ) -> torch.Tensor:
         """What the experts make of them, in the memory from which `combine` fetches it.
 
+        Errors are as of `GroupedExperts`.
+
         Args:
             received: what `dispatch` returned.
             weights: this rank's experts, transformed.
             l1_bias: transformed biases of Linear1, where there are some.
             l2_bias: those of Linear2.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
         """
         require_type("received", received, Received, "what a dispatch returned")
         x, scales = received.x, received.x_sf
@@ -335,6 +300,7 @@ class ThroughputMoE(DumpsTraces, Closing):
             l2_bias=l2_bias,
         )
 
+    @described_as(AllToAll.combine)
     def combine(
         self,
         y: torch.Tensor,
@@ -345,21 +311,12 @@ class ThroughputMoE(DumpsTraces, Closing):
     ) -> torch.Tensor:
         """The weighted sums of the rows, bfloat16 [tokens, hidden].
 
+        Other arguments and errors are as of `AllToAll.combine`.
+
         Args:
             y: what `compute` returned.
             handle: what `dispatch` returned.
             topk_weights: float32 [tokens, topk].
-            out: where to write the result, by default a new tensor.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
         """
         return self.all_to_all.combine(y, handle, topk_weights=topk_weights, out=out)
 

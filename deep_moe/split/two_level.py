@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 import torch
 
 from deep_moe.activations import DEFAULT_ACTIVATION, Activation
+from deep_moe.described import described_as
 from deep_moe.errors import DeepMoEError
 from deep_moe.fused.bounded_cache import BoundedCache
 from deep_moe.fused.buffer import (
@@ -42,7 +43,7 @@ from deep_moe.fused.checks import (
     require_type,
 )
 from deep_moe.fused.input_preparation import prepare_rows
-from deep_moe.fused.mega_moe import call_with_layers
+from deep_moe.fused.mega_moe import call_with_layers, mega_moe
 from deep_moe.fused.options import (
     CallArguments,
     CallOptions,
@@ -182,9 +183,12 @@ def _in_turn(call: _Call) -> _Call:
     return cast("_Call", call_in_turn)
 
 
+@described_as(get_symm_buffer_for_mega_moe)
 class TwoLevelMoE:
     """A layer whose experts live in several NVLink domains, each a group of ranks that reach each
     other's memory.
+
+    Other arguments are as of `get_symm_buffer_for_mega_moe`.
 
     Args:
         domain_group: the ranks of this process's domain, or None if it is alone there.
@@ -195,16 +199,9 @@ class TwoLevelMoE:
             part of that. So rank r of domain d holds the experts that rank d * R + r of one large
             domain would. Each domain has at least num_topk.
         num_max_tokens_per_rank: most own tokens of a call.
-        num_topk: as of `get_symm_buffer_for_mega_moe`.
-        hidden: as of `get_symm_buffer_for_mega_moe`.
-        intermediate_hidden: as of `get_symm_buffer_for_mega_moe`.
-        weights: as of `get_symm_buffer_for_mega_moe`.
-        token_format: as of `get_symm_buffer_for_mega_moe`.
         num_shared_experts: as of `get_symm_buffer_for_mega_moe`. Own tokens then have a call of
             their own, in front of the chunks', since foreign ones must not go to shared experts,
             and the weights are read once more.
-        num_pool_tokens: as of `get_symm_buffer_for_mega_moe`.
-        biases: as of `get_symm_buffer_for_mega_moe`.
         num_max_foreign_tokens: most tokens that a rank takes from all other domains together in one
             call. Each chunk has its share, rounded up, and, with fixed sizes, each domain its share
             of that. More is a ForeignTokensError on all ranks. By default as many as can come.
@@ -219,7 +216,6 @@ class TwoLevelMoE:
             fewer, ranks can wait for each other for ever.
         timeout_s: limit of waits for other domains and, unless a call says otherwise, of the
             kernel's for other ranks; by default 60 on GPUs and 600 in the emulator.
-        device: as of `get_symm_buffer_for_mega_moe`.
 
     Every rank of all domains makes one, with the same arguments, and all call it in the same order.
 
@@ -316,6 +312,7 @@ class TwoLevelMoE:
         """Which domain this rank is in."""
         return self._place.domain
 
+    @described_as(mega_moe)
     @_in_turn
     @with_plain_options
     def call(
@@ -337,17 +334,13 @@ class TwoLevelMoE:
     ) -> torch.Tensor:
         """One MoE layer over all ranks of all domains: bfloat16 [tokens, hidden].
 
+        Other arguments are as of `mega_moe`.
+
         Args:
             x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks.
             topk_idx: int64 or int32 [tokens, topk], global expert ids, -1 for an unused slot.
             topk_weights: float32 or bfloat16 [tokens, topk].
             weights: this rank's experts, transformed.
-            cumulative_local_expert_recv_stats: as of `mega_moe`.
-            activation: as of `mega_moe`.
-            activation_clamp: as of `mega_moe`.
-            fast_math: as of `mega_moe`.
-            l1_bias: as of `mega_moe`.
-            l2_bias: as of `mega_moe`.
             out: where to write the result, by default a new tensor.
             most_tokens: the most tokens that any rank has in this call, the same on all ranks; by
                 default num_max_tokens_per_rank. With fixed sizes as many rows travel to each

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.fused.checks import (
     check_contiguous,
     check_tensor,
@@ -47,24 +48,20 @@ class TwoLevelDispatchHandle(DispatchHandle):
     relayed: RelayedCall
 
 
+@described_as(LowLatencyAllToAll)
 class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
     """`LowLatencyAllToAll` whose ranks are in several NVLink domains: the same calls with the same
     results, over the ranks of all domains.
+
+    Other arguments and errors are as of `LowLatencyAllToAll`.
 
     Args:
         domain_group: as of `TwoLevelMoE`.
         cross_group: as of `TwoLevelMoE`.
         num_max_tokens_per_rank: most own tokens of one call.
-        hidden: as of `LowLatencyAllToAll`.
         num_experts: of all domains together: domain d owns the d-th part, and its rank r the r-th
             part of that. Each domain has at least num_topk.
-        num_topk: as of `LowLatencyAllToAll`.
         token_format: as of `LowLatencyAllToAll`; so tokens travel between domains, too.
-        zero_copy: as of `LowLatencyAllToAll`.
-        scales_by_column: as of `LowLatencyAllToAll`.
-        placement: as of `LowLatencyAllToAll`.
-        group_size: as of `LowLatencyAllToAll`.
-        dtype: as of `LowLatencyAllToAll`.
         num_max_foreign_tokens: most tokens that a rank takes from all other domains together in one
             call; each domain has its share, rounded up. By default as many as can come. Own and
             foreign ones together are at most 4096. More is a ForeignTokensError on all ranks: on
@@ -72,14 +69,9 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
             call's combine gives is NaN on all ranks.
         num_transport_sms: SMs of a GPU that kernels leave free for the transport, as of
             `TwoLevelMoE`.
-        device: as of `LowLatencyAllToAll`.
         num_sms: as of `LowLatencyAllToAll`; by default all SMs but num_transport_sms.
         timeout_s: limit of the kernels' waits for ranks of the domain, and of the host's for other
             domains.
-        arch: as of `LowLatencyAllToAll`.
-        checked: as of `LowLatencyAllToAll`.
-        schedule_seed: as of `LowLatencyAllToAll`.
-        enable_profiling: as of `LowLatencyAllToAll`.
 
     Ranks have the number domain * R + r, where R is the number of ranks of a domain. A token goes
     once to each other domain of its experts, to the rank r there, as it is quantized here. Every
@@ -92,12 +84,6 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
     Attributes:
         rank: of this process among the ranks of all domains.
         nbytes: what this rank gives to the layer.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MemoryError: the machine has too little memory for these sizes.
     """
 
     _most_tokens = "num_max_tokens_per_rank"
@@ -162,6 +148,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         self._pending: dict[int, Callable[[], None]] = {}
         self._masked: set[int] = set()
 
+    @described_as(LowLatencyAllToAll.dispatch)
     def dispatch(
         self,
         x: torch.Tensor,
@@ -173,12 +160,12 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
     ) -> Dispatched:
         """Send every token to the ranks of its experts, and receive those of the local ones.
 
+        Other arguments are as of `LowLatencyAllToAll.dispatch`.
+
         Args:
             x: bfloat16 [tokens, hidden]; tokens may be 0 and may differ between ranks.
-            topk_idx: as of `LowLatencyAllToAll.dispatch`.
             receive: False only sends to other domains. The results are written by
                 `receive(handle)`, which must come before the next dispatch.
-            expert_totals: as of `LowLatencyAllToAll.dispatch`.
             wait_cycles: int64 [ranks]; the call adds the clocks of an SM until that rank's tokens
                 had come, for ranks of this domain.
 
@@ -252,6 +239,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
                 self._pending[handle.call.number] = receive_tokens
         return inside._replace(layout_range=ranges, handle=handle)
 
+    @described_as(LowLatencyAllToAll.combine, dispatch)
     def combine(
         self,
         y: torch.Tensor,
@@ -267,17 +255,11 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
 
+        Other arguments are as of `LowLatencyAllToAll.combine` and `dispatch`.
+
         Args:
-            y: as of `LowLatencyAllToAll.combine`.
-            topk_idx: as given to the dispatch.
-            topk_weights: float32 [tokens, topk].
-            handle: what the dispatch returned.
-            out: where to write the result, by default a new tensor.
-            zero_copy: as of `LowLatencyAllToAll.combine`.
             receive: False sends the rows inside this domain, and the routing weights to the others;
                 `receive(handle)` does the rest.
-            again: as of `LowLatencyAllToAll.combine`.
-            wait_cycles: as of `dispatch`.
 
         Raises:
             TypeError: an argument has the wrong type.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.fused.checks import check_tensor, refuse_gradients, require_type
 from deep_moe.heuristics.throughput import MAX_TOKENS_PER_RANK
 
@@ -39,45 +40,31 @@ class TwoLevelHandle(AllToAllHandle):
     relayed: RelayedCall
 
 
+@described_as(AllToAll)
 class TwoLevelAllToAll(TwoLevelLayer):
     """`AllToAll` whose ranks are in several NVLink domains: the same calls with the same results,
     over the ranks of all domains.
+
+    Other arguments and errors are as of `AllToAll`.
 
     Args:
         domain_group: as of `TwoLevelMoE`.
         cross_group: as of `TwoLevelMoE`.
         max_tokens_per_rank: most own tokens of one call.
-        hidden: as of `AllToAll`.
         num_experts: of all domains together: domain d owns the d-th part, and its rank r the r-th
             part of that. Each domain has at least num_topk.
-        num_topk: as of `AllToAll`.
         max_recv_rows: as of `AllToAll`; more are an error on the ranks of that domain.
-        expert_alignment: as of `AllToAll`.
         token_format: as of `AllToAll`, but for "fp8_128_ue8m0"; so tokens travel between domains,
             too.
-        dtype: as of `AllToAll`.
         num_max_foreign_tokens: as of `TwoLevelLowLatencyAllToAll`. Own and foreign tokens together
             are at most 32,768.
         num_transport_sms: as of `TwoLevelLowLatencyAllToAll`.
-        device: as of `AllToAll`.
-        num_sms: as of `TwoLevelLowLatencyAllToAll`.
-        timeout_s: as of `TwoLevelLowLatencyAllToAll`.
-        arch: as of `AllToAll`.
-        checked: as of `AllToAll`.
-        schedule_seed: as of `AllToAll`.
-        enable_profiling: as of `AllToAll`.
 
     Ranks, sizes between domains and roundings are those of `TwoLevelLowLatencyAllToAll`.
 
     Attributes:
         rank: of this process among the ranks of all domains.
         nbytes: what this rank gives to the layer.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MemoryError: the machine has too little memory for these sizes.
     """
 
     _most_tokens = "max_tokens_per_rank"
@@ -144,6 +131,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         """How they travel."""
         return self.shape.token_format
 
+    @described_as(AllToAll.dispatch)
     def dispatch(
         self,
         x: torch.Tensor,
@@ -155,12 +143,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
     ) -> tuple[Received, AllToAllHandle]:
         """Send every token to the ranks of its experts, and receive those of the local ones.
 
-        Args:
-            x: as of `AllToAll.dispatch`.
-            topk_idx: as of `AllToAll.dispatch`.
-            topk_weights: as of `AllToAll.dispatch`.
-            x_sf: as of `AllToAll.dispatch`.
-            handle: as of `AllToAll.dispatch`.
+        Arguments are as of `AllToAll.dispatch`.
 
         What is returned is as of `AllToAll.dispatch`. An expert's rows lie by their source rank's
         number in its domain, of those with the same the ones of this domain first, then by token
@@ -219,6 +202,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         places = replace(inside, layer=self, num_tokens=num_tokens)
         return received, TwoLevelHandle(**vars(places), inside=inside, relayed=relayed)
 
+    @described_as(AllToAll.combine, dispatch)
     def combine(
         self,
         y: torch.Tensor,
@@ -229,11 +213,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
 
-        Args:
-            y: as of `AllToAll.combine`.
-            handle: what the dispatch returned.
-            topk_weights: as of `AllToAll.combine`.
-            out: as of `AllToAll.combine`.
+        Arguments are as of `AllToAll.combine` and `dispatch`.
 
         Raises:
             TypeError: an argument has the wrong type.

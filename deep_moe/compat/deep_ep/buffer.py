@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.fused.buffer import device_for, memory_for, ranks_of, require_equal
 from deep_moe.fused.checks import STATISTICS, named_as, require_type
 from deep_moe.fused.rank_buffer import ClosedBufferError
@@ -326,6 +327,7 @@ class Buffer:
         handle = LowLatencyHandle.of_dispatch(result, layer.shape, topk_idx)
         return recv_x, result.recv_count, handle, event, self._hook(handle, return_recv_hook)
 
+    @described_as(low_latency_dispatch)
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -341,6 +343,8 @@ class Buffer:
     ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
         """Bring the experts' rows back and add them, weighted: bfloat16 [tokens, hidden].
 
+        Other arguments and errors are as of `low_latency_dispatch`.
+
         Args:
             x: bfloat16 [local experts, ranks * max tokens, hidden].
             topk_idx: as dispatched, or each token's experts in another order, which costs some
@@ -350,23 +354,11 @@ class Buffer:
             use_logfmt: only False.
             zero_copy: the rows are in `get_next_low_latency_combine_buffer(handle)`, and x is not
                 looked at.
-            async_finish: as in `low_latency_dispatch`.
-            return_recv_hook: as in `low_latency_dispatch`.
             out: where the result goes.
             combine_wait_recv_cost_stats: int64 [ranks]; the call adds to each entry the clocks
                 until that rank's rows had come.
 
         A handle may be combined several times, by all ranks; with zero_copy the last time only.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
         """
         if use_logfmt:
             raise ValueError("use_logfmt must be False: rows travel as bfloat16; got True")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.fused.buffer import device_for, ranks_of
 from deep_moe.fused.checks import STATISTICS, check_tensor, named_as, require_type
 from deep_moe.fused.gpu import gpu_of
@@ -350,6 +351,7 @@ class ElasticBuffer:
         event = EventOverlap(EventHandle()) if async_with_compute_stream else EventOverlap()
         return recv_x, None, None if weights is None else weights[:num_rows], handle, event
 
+    @described_as(dispatch)
     def combine(
         self,
         x: torch.Tensor,
@@ -365,30 +367,17 @@ class ElasticBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Bring rows back and add those of each token: bfloat16 [tokens, hidden].
 
+        Other arguments and errors are as of `dispatch`.
+
         Args:
             x: bfloat16 [rows, hidden], rows where the dispatch had them.
             handle: what the dispatch returned.
             topk_weights: float32 [rows], numbers of rows that go back to their slots.
             bias: only None.
             num_sms: taken for DeepEP's signature: as of the dispatch.
-            num_qps: taken for DeepEP's signature, and not needed.
-            previous_event: as of `dispatch`.
-            previous_event_before_epilogue: as of `dispatch`.
-            async_with_compute_stream: as of `dispatch`.
-            allocate_on_comm_stream: taken for DeepEP's signature, and not needed.
 
         Returns the sums, topk_weights as float32 [tokens, topk] or None, and the event. A sum goes
         over the token's slots in their order in float32, and is rounded to bfloat16 once.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
         """
         layer = self._layer_of(handle)
         if bias is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.fused.checks import require_type
 from deep_moe.heuristics.products import K_GROUP
 from deep_moe.training.grouped_product import grouped_product
@@ -72,6 +73,7 @@ def m_grouped_fp8_gemm_nt_contiguous(
     grouped_product(values, scales, weight, weight_sf, counts, begins, out=d)
 
 
+@described_as(m_grouped_fp8_gemm_nt_contiguous)
 def m_grouped_fp8_gemm_nt_masked(
     a: Pair,
     b: Pair,
@@ -84,20 +86,13 @@ def m_grouped_fp8_gemm_nt_masked(
 ) -> None:
     """d[group, row] = a[group, row] @ b[group].T, for the first masked_m[group] rows of each.
 
+    Other arguments and errors are as of `m_grouped_fp8_gemm_nt_contiguous`.
+
     Args:
         a: float8_e4m3fn [groups, M, K], and float32 scales [groups, M, K/128], of any strides.
-        b: float8_e4m3fn [groups, N, K], and float32 scales [groups, ceil(N/128), K/128].
         d: bfloat16 [groups, M, N], where the result is written. Other rows are left as they are.
         masked_m: int32 [groups], on the device.
         expected_m: is heeded by DeepGEMM alone.
-        recipe: None or (1, 128, 128).
-        compiled_dims: is heeded by DeepGEMM alone.
-        disable_ue8m0_cast: as in `m_grouped_fp8_gemm_nt_contiguous`.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
     """
     values, scales, weight, weight_sf = _operands(a, b, recipe)
     grouped_product(values, scales, weight, weight_sf, masked_m, out=d)

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import torch
 
+from deep_moe.described import described_as
 from deep_moe.formats.block_scaled import dequantize_e4m3_ue8m0
 from deep_moe.fused.checks import check_contiguous, require_type
 from deep_moe.tensor_memory import check_dense, check_memory
 from deep_moe.training.products import grouped_product
 from deep_moe.weights.mxfp4.quantizing import dequantize_mxfp4
 
-from .grouped import Pair, checked_pair, spans_of_layout
+from .grouped import (
+    Pair,
+    checked_pair,
+    m_grouped_fp8_gemm_nt_contiguous,
+    m_grouped_fp8_gemm_nt_masked,
+    spans_of_layout,
+)
 from .operands import packed_scales, packed_weights
 
 _GROUP = 32  # values that share a scale
@@ -24,6 +31,7 @@ _SIDE_RECIPE = (1, _GROUP)
 _ALIGNMENT = 8  # of N and K: 16 bytes of BF16
 
 
+@described_as(m_grouped_fp8_gemm_nt_contiguous)
 @torch.no_grad()
 def m_grouped_bf16_gemm_nt_contiguous(
     a: torch.Tensor,
@@ -36,19 +44,11 @@ def m_grouped_bf16_gemm_nt_contiguous(
 ) -> None:
     """d[row] = a[row] @ b[group of the row].T, for rows by group one behind the other.
 
+    Other arguments and errors are as of `m_grouped_fp8_gemm_nt_contiguous`.
+
     Args:
         a: bfloat16 [M, K]; K is a multiple of 8.
         b: bfloat16 [groups, N, K]; N is a multiple of 8.
-        d: bfloat16 [M, N], where the result is written. Rows of no group are left as they are.
-        grouped_layout: as of `m_grouped_fp8_gemm_nt_contiguous`.
-        compiled_dims: is heeded by DeepGEMM alone.
-        use_psum_layout: what `grouped_layout` holds.
-        expected_m_for_psum_layout: is heeded by DeepGEMM alone.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
     """
     _check_matrix("a", a, 2, "[M, K]")
     _check_matrix("b", b, 3, "[groups, N, K]")
@@ -56,6 +56,7 @@ def m_grouped_bf16_gemm_nt_contiguous(
     _multiply(a, b, d, begins, counts)
 
 
+@described_as(m_grouped_fp8_gemm_nt_masked, m_grouped_bf16_gemm_nt_contiguous)
 @torch.no_grad()
 def m_grouped_bf16_gemm_nt_masked(
     a: torch.Tensor,
@@ -67,24 +68,19 @@ def m_grouped_bf16_gemm_nt_masked(
 ) -> None:
     """d[group, row] = a[group, row] @ b[group].T, for the first masked_m[group] rows of each.
 
+    Other arguments and errors are as of `m_grouped_fp8_gemm_nt_masked` and
+    `m_grouped_bf16_gemm_nt_contiguous`.
+
     Args:
         a: bfloat16 [groups, M, K]; K is a multiple of 8.
         b: bfloat16 [groups, N, K]; N is a multiple of 8.
-        d: bfloat16 [groups, M, N], where the result is written. Other rows are left as they are.
-        masked_m: int32 [groups], on the device.
-        expected_m: is heeded by DeepGEMM alone.
-        compiled_dims: is heeded by DeepGEMM alone.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
     """
     _check_matrix("a", a, 3, "[groups, M, K]")
     _check_matrix("b", b, 3, "[groups, N, K]")
     _multiply_masked(a, b, d, masked_m)
 
 
+@described_as(m_grouped_bf16_gemm_nt_contiguous)
 @torch.no_grad()
 def m_grouped_fp8_fp4_gemm_nt_contiguous(
     a: Pair,
@@ -101,26 +97,18 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
 ) -> None:
     """d[row] = a[row] @ b[group of the row].T, for rows by group one behind the other.
 
+    Other arguments and errors are as of `m_grouped_bf16_gemm_nt_contiguous`.
+
     Args:
         a: float8_e4m3fn [M, K] and scales for 32 values: int32 [M, K/128] with four UE8M0 bytes
             each, float8_e8m0fnu or uint8 [M, K/32], or float32 powers of two. K is a multiple of
             32.
         b: int8, uint8 or float4_e2m1fn_x2 [groups, N, K/2], two E2M1 values in a byte, and scales
             as a's. N is a multiple of 8.
-        d: bfloat16 [M, N], where the result is written. Rows of no group are left as they are.
-        grouped_layout: as of `m_grouped_fp8_gemm_nt_contiguous`.
         recipe: None or (1, 1, 32).
         recipe_a: None or (1, 32).
         recipe_b: None or (1, 32).
-        compiled_dims: is heeded by DeepGEMM alone.
         disable_ue8m0_cast: only False.
-        use_psum_layout: what `grouped_layout` holds.
-        expected_m_for_psum_layout: is heeded by DeepGEMM alone.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
     """
     _check_recipes(recipe, recipe_a, recipe_b, disable_ue8m0_cast)
     rows, matrices = _rows_of(a), _matrices_of(b)
@@ -131,6 +119,7 @@ def m_grouped_fp8_fp4_gemm_nt_contiguous(
     _multiply(rows, matrices, d, begins, counts)
 
 
+@described_as(m_grouped_bf16_gemm_nt_masked, m_grouped_fp8_fp4_gemm_nt_contiguous)
 @torch.no_grad()
 def m_grouped_fp8_fp4_gemm_nt_masked(
     a: Pair,
@@ -146,22 +135,11 @@ def m_grouped_fp8_fp4_gemm_nt_masked(
 ) -> None:
     """d[group, row] = a[group, row] @ b[group].T, for the first masked_m[group] rows of each.
 
+    Other arguments and errors are as of `m_grouped_bf16_gemm_nt_masked` and
+    `m_grouped_fp8_fp4_gemm_nt_contiguous`.
+
     Args:
         a: float8_e4m3fn [groups, M, K] and scales, as of `m_grouped_fp8_fp4_gemm_nt_contiguous`.
-        b: as there.
-        d: bfloat16 [groups, M, N], where the result is written. Other rows are left as they are.
-        masked_m: int32 [groups], on the device.
-        expected_m: is heeded by DeepGEMM alone.
-        recipe: None or (1, 1, 32).
-        recipe_a: None or (1, 32).
-        recipe_b: None or (1, 32).
-        compiled_dims: is heeded by DeepGEMM alone.
-        disable_ue8m0_cast: only False.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
     """
     _check_recipes(recipe, recipe_a, recipe_b, disable_ue8m0_cast)
     rows, matrices = _rows_of(a), _matrices_of(b)

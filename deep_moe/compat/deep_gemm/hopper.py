@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 import deep_moe
+from deep_moe.described import described_as
 from deep_moe.fused.checks import require_type
 from deep_moe.targets import target_of_capability
 from deep_moe.weights.layers import MegaMoEWeights
 
-from .mega import ACTIVATION, FP8_TYPE, Pair, SymmBuffer, fill_from_model
+from .mega import ACTIVATION, FP8_TYPE, Pair, SymmBuffer, fill_from_model, mega_moe_pre_dispatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,6 +24,7 @@ CAPABILITY = (9, 0)
 GROUP_SIZE = 128
 
 
+@described_as(SymmBuffer)
 def get_symm_buffer_for_sm90_mega_moe(
     group: ProcessGroup | None,
     num_experts: int,
@@ -38,16 +40,13 @@ def get_symm_buffer_for_sm90_mega_moe(
     """A `SymmBuffer` for calls of `fp8_mega_moe` on Hopper, whose x_sf is float32 [max tokens,
     hidden/128], any positive numbers. Every rank of `group` must call this.
 
+    Other arguments are as of `SymmBuffer`.
+
     Args:
         group: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        num_experts: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        num_max_tokens_per_rank: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        num_topk: as of `deep_moe.get_symm_buffer_for_mega_moe`.
         hidden: values of a token, a multiple of 128.
-        intermediate_hidden: as of `deep_moe.get_symm_buffer_for_mega_moe`.
         use_fp8_dispatch: True only.
-        activation: "swiglu" or "situ"; the buffer is the same.
-        device: as of `deep_moe.get_symm_buffer_for_mega_moe`.
+
     """
     if not use_fp8_dispatch:
         raise ValueError("use_fp8_dispatch must be True: tokens travel as FP8; got False")
@@ -81,6 +80,7 @@ def transform_weights_for_mega_moe_sm90(l1_weights: Pair, l2_weights: Pair) -> M
     )
 
 
+@described_as(mega_moe_pre_dispatch)
 def mega_moe_pre_dispatch_sm90(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -95,17 +95,12 @@ def mega_moe_pre_dispatch_sm90(
 ) -> None:
     """`mega_moe_pre_dispatch` into a buffer of `get_symm_buffer_for_sm90_mega_moe`.
 
+    Other arguments are as of `mega_moe_pre_dispatch`.
+
     Args:
-        x: bfloat16 [tokens, hidden].
-        topk_idx: int64 or int32 [tokens, topk].
-        topk_weights: float32 or bfloat16 [tokens, topk].
-        buf_x: the buffer's x.
-        buf_x_sf: the buffer's x_sf.
-        buf_topk_idx: the buffer's topk_idx.
-        buf_topk_weights: the buffer's topk_weights.
-        num_tokens: how many rows of x are tokens.
         group_size: only the default.
         routed_scaling_factor: what the routing weights are multiplied by.
+
     """
     if group_size != GROUP_SIZE:
         raise ValueError(

@@ -12,6 +12,7 @@ import torch
 import deep_moe
 import deep_moe.fused.input_preparation  # defines the operator
 from deep_moe.activations import Activation, Situ
+from deep_moe.described import described_as
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.fused.call_tensors import with_statistics
 from deep_moe.fused.checks import check_contiguous, check_recipe, check_tensor, require_type
@@ -52,23 +53,20 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 _num_sms: int | None = None
 
 
+@described_as(deep_moe.get_symm_buffer_for_mega_moe)
 class SymmBuffer:
     """One rank's inputs and work space, as DeepGEMM's class of this name.
 
+    Other arguments and errors are as of `deep_moe.get_symm_buffer_for_mega_moe`.
+
     Args:
         group: a process group, or None for one rank.
-        num_experts: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        num_max_tokens_per_rank: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        num_topk: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        hidden: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        intermediate_hidden: as of `deep_moe.get_symm_buffer_for_mega_moe`.
         num_shared_experts: only 0.
         mma_type: "fp8xfp4", "fp8xfp8" or "bf16xbf16", for calls of `fp8_fp4_mega_moe`,
             `fp8_mega_moe` or `bf16_mega_moe`.
         activation: "swiglu" or "situ"; the buffer is the same.
         base: only None.
         token_format: "fp8_128" with "fp8xfp8" on Hopper, where x_sf is float32.
-        device: as of `deep_moe.get_symm_buffer_for_mega_moe`.
 
     Attributes:
         x: float8_e4m3fn [max tokens, hidden].
@@ -101,12 +99,6 @@ class SymmBuffer:
         token_format: TokenFormatName | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
-        """group: a process group, or None for one rank. mma_type: "fp8xfp4", "fp8xfp8" or
-        "bf16xbf16", for calls of `fp8_fp4_mega_moe`, `fp8_mega_moe` or `bf16_mega_moe`.
-        activation: "swiglu" or "situ": the buffer is the same. num_shared_experts, base: only the
-        defaults. token_format: "fp8_128" with "fp8xfp8" on Hopper, where x_sf is float32.
-        device: as in `deep_moe.get_symm_buffer_for_mega_moe`, which also says what is
-        raised."""
         if num_shared_experts != 0:
             raise ValueError(
                 "num_shared_experts must be 0: these functions do not take shared experts; "
@@ -160,6 +152,7 @@ class SymmBuffer:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
+@described_as(SymmBuffer)
 def get_symm_buffer_for_mega_moe(
     group: ProcessGroup | None,
     num_experts: int,
@@ -176,21 +169,12 @@ def get_symm_buffer_for_mega_moe(
 ) -> SymmBuffer:
     """A `SymmBuffer`. Every rank of `group` must call this.
 
+    Other arguments are as of `SymmBuffer`.
+
     Args:
-        group: a process group, or None for one rank.
-        num_experts: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        num_max_tokens_per_rank: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        num_topk: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        hidden: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        intermediate_hidden: as of `deep_moe.get_symm_buffer_for_mega_moe`.
-        num_shared_experts: only 0.
         use_fp8_dispatch: True is the same as the default of mma_type; deprecated, as it is there.
             False goes with mma_type "bf16xbf16" only. In versions without num_shared_experts it is
             the seventh argument, so a bool there is taken for it.
-        mma_type: "fp8xfp4", "fp8xfp8" or "bf16xbf16", for calls of `fp8_fp4_mega_moe`,
-            `fp8_mega_moe` or `bf16_mega_moe`.
-        activation: "swiglu" or "situ"; the buffer is the same.
-        device: as of `deep_moe.get_symm_buffer_for_mega_moe`.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -248,8 +232,6 @@ def transform_weights_for_mega_moe(
         arch: the target, by default that of the device.
         requantize: as in `deep_moe.transform_weights_for_mega_moe`.
 
-    Raises TypeError or ValueError for others, and as `deep_moe.transform_weights_for_mega_moe`.
-
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
@@ -269,6 +251,7 @@ def transform_weights_for_mega_moe(
     )
 
 
+@described_as(deep_moe.mega_moe)
 def fp8_fp4_mega_moe(
     y: torch.Tensor,
     l1_weights: Pair,
@@ -289,6 +272,8 @@ def fp8_fp4_mega_moe(
     """`deep_moe.fp8_fp4_mega_moe`, for a `SymmBuffer` of this module: writes y, bfloat16
     [tokens, hidden].
 
+    Other arguments and errors are as of `deep_moe.mega_moe`.
+
     Args:
         y: bfloat16 [tokens, hidden], written.
         l1_weights: what `transform_weights_for_mega_moe` of this module returned.
@@ -303,23 +288,9 @@ def fp8_fp4_mega_moe(
         recipe: only (1, 1, 32): a scale for every 32 values.
         activation: "swiglu" or "situ".
         activation_clamp: with "swiglu" only.
-        fast_math: approximate exponentials.
         situ_beta: with "situ" only, by default 4 and 25.
         situ_linear_beta: with "situ" only, by default 4 and 25.
         arch: on a CPU, the target to emulate.
-
-    Raises TypeError or ValueError for what it does not compute, and as
-    `deep_moe.fp8_fp4_mega_moe`.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
-            object usable again. On a GPU the next call raises it.
-        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
-            is a MegaMoEError.
-        CompileError: NVRTC refused the kernel.
     """
     _check_buffer(sym_buffer)
     _refuse_shared(shared_l1_weights, shared_l2_weights)
@@ -338,6 +309,7 @@ def fp8_fp4_mega_moe(
     )
 
 
+@described_as(fp8_fp4_mega_moe)
 def fp8_mega_moe(
     y: torch.Tensor,
     l1_weights: Pair,
@@ -355,33 +327,16 @@ def fp8_mega_moe(
     """`deep_moe.mega_moe` for a `SymmBuffer` of this module with mma_type "fp8xfp8": writes y,
     bfloat16 [tokens, hidden].
 
+    Other arguments and errors are as of `fp8_fp4_mega_moe`.
+
     Args:
-        y: bfloat16 [tokens, hidden], written.
         l1_weights: what `transform_weights_for_mega_moe` of this module returned for that mma_type.
         l2_weights: what `transform_weights_for_mega_moe` of this module returned for that mma_type.
         sym_buffer: a `SymmBuffer` of this module with mma_type "fp8xfp8".
-        cumulative_local_expert_recv_stats: int32 [local experts]; the call adds to each entry the
-            number of tokens that this expert received.
         recipe: (1, 1, 32), tokens with a UE8M0 scale for every 32 values; for a buffer of
             `get_symm_buffer_for_sm90_mega_moe` also (128, 128, 128), which is the same as leaving
             it out: they have a float32 scale for every 128.
-        activation: as in `fp8_fp4_mega_moe`.
-        activation_clamp: as in `fp8_fp4_mega_moe`.
-        fast_math: approximate exponentials.
         num_tokens_bound: no rank has more tokens in this call; for the choice of a tile.
-        arch: on a CPU, the target to emulate.
-
-    Raises TypeError or ValueError as `deep_moe.mega_moe`.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
-            object usable again. On a GPU the next call raises it.
-        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
-            is a MegaMoEError.
-        CompileError: NVRTC refused the kernel.
     """
     _check_buffer(sym_buffer, FP8_TYPE)
     has_floats = sym_buffer.own.shape.token_format == "fp8_128"
@@ -404,6 +359,7 @@ def fp8_mega_moe(
     )
 
 
+@described_as(fp8_fp4_mega_moe)
 def bf16_mega_moe(
     y: torch.Tensor,
     l1_weights: Pair,
@@ -421,31 +377,14 @@ def bf16_mega_moe(
     """`deep_moe.mega_moe` for a `SymmBuffer` of this module with mma_type "bf16xbf16": writes y,
     bfloat16 [tokens, hidden].
 
+    Other arguments and errors are as of `fp8_fp4_mega_moe`.
+
     Args:
-        y: bfloat16 [tokens, hidden], written.
         l1_weights: what `transform_weights_for_mega_moe` of this module made of bfloat16 tensors.
         l2_weights: what `transform_weights_for_mega_moe` of this module made of bfloat16 tensors.
         sym_buffer: a `SymmBuffer` of this module with mma_type "bf16xbf16".
         shared_l1_weights: None only.
         shared_l2_weights: None only.
-        cumulative_local_expert_recv_stats: int32 [local experts]; the call adds to each entry the
-            number of tokens that this expert received.
-        activation: as in `fp8_fp4_mega_moe`.
-        activation_clamp: as in `fp8_fp4_mega_moe`.
-        fast_math: approximate exponentials.
-        arch: on a CPU, the target to emulate.
-
-    Raises TypeError or ValueError as `deep_moe.mega_moe`.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
-            object usable again. On a GPU the next call raises it.
-        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
-            is a MegaMoEError.
-        CompileError: NVRTC refused the kernel.
     """
     _check_buffer(sym_buffer, BF16_TYPE)
     _refuse_shared(shared_l1_weights, shared_l2_weights)

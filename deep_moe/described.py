@@ -12,9 +12,12 @@ from typing import Any, TypeVar
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
-def described_as(*others: Callable[..., Any]) -> Callable[[_Call], _Call]:
+def described_as(
+    *others: Callable[..., Any], errors_of: Callable[..., Any] | None = None
+) -> Callable[[_Call], _Call]:
     """A decorator. Parameters that the docstring of a function or class leaves out are described as
-    the first of `others` does that knows them, and so are errors, if it lists none.
+    the first of `others` does that knows them, and so are errors, if it lists none: those of
+    `errors_of`, or of the first that lists some.
 
     >>> def widen(values, width):
     ...     \"\"\"Widen.
@@ -59,7 +62,8 @@ def described_as(*others: Callable[..., Any]) -> Callable[[_Call], _Call]:
         given = "".join(entries[name] for name in dict.fromkeys([*parameters, *entries]))
         text = _with_section(text, "Args", given)
         if not _entries(text, "Raises"):
-            raised = (_entries(inspect.getdoc(other) or "", "Raises") for other in others)
+            sources = others if errors_of is None else (errors_of,)
+            raised = (_entries(inspect.getdoc(other) or "", "Raises") for other in sources)
             text = _with_section(text, "Raises", "".join(next(filter(None, raised), {}).values()))
         call.__doc__ = text
         return call

@@ -183,23 +183,8 @@ class CallSizes(ExchangeSizes):
     layer: TwoLevelShape
     num_max_tokens_per_rank: int
 
-    # Fields, as the others of ExchangeSizes are annotated.
-    num_domains: int = field(init=False)
-    num_experts: int = field(init=False)
-    num_topk: int = field(init=False)
-    num_max_foreign_tokens: int | None = field(init=False)
-    num_chunks: int = field(init=False)
-    exact_sizes: bool = field(init=False)
-
     def __post_init__(self) -> None:
-        for name in (
-            "num_domains",
-            "num_experts",
-            "num_topk",
-            "num_max_foreign_tokens",
-            "num_chunks",
-            "exact_sizes",
-        ):
+        for name in ExchangeSizes.__annotations__.keys() - {"num_max_tokens_per_rank"}:
             object.__setattr__(self, name, getattr(self.layer, name))
 
     @property

@@ -566,23 +566,13 @@ def grouped_experts(
     stream, and kept. The arguments are those of its call and, in `options`, of its constructor, but
     for what the weights know.
 
-    Other arguments are as of `GroupedExperts` and its call.
+    Other arguments and errors are as of a `GroupedExperts` and its call.
 
     Args:
         max_rows: by default all rows of x, which for [local experts, N, hidden] may be far more
             than ever come; then say how many. Each kept object has a work space of
             `grouped_experts_workspace_size` bytes.
         options: further arguments of `GroupedExperts`.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
-            names it.
-        MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes the
-            object usable again. On a GPU the next call raises it.
-        MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is missing. It
-            is a MegaMoEError.
-        CompileError: NVRTC refused the kernel.
     """
     require_type("x", x, torch.Tensor, "a tensor")
     require_type("expert_count", expert_count, torch.Tensor, "a tensor")

@@ -218,6 +218,7 @@ class ThroughputMoE(DumpsTraces, Closing):
         """Symmetric memory and work space."""
         return self.all_to_all.nbytes + self.experts.nbytes
 
+    @described_as(errors_of=AllToAll.dispatch)
     def __call__(
         self,
         x: torch.Tensor,
@@ -235,17 +236,8 @@ class ThroughputMoE(DumpsTraces, Closing):
         x, x_sf, topk_idx: as of `AllToAll.dispatch`; tokens may be 0 and may differ between ranks,
         and -1 is a slot that is not used. topk_weights: float32 [tokens, topk]. weights,
         l1_bias, l2_bias: this rank's experts, as of `GroupedExperts`.
-        out: where to write the result, by default a new tensor.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
+        out: where to write the result, by default a new tensor. Errors are as of
+        `AllToAll.dispatch`.
         """
         received, handle = self.dispatch(x, topk_idx, x_sf=x_sf)
         y = self.compute(received, weights, l1_bias=l1_bias, l2_bias=l2_bias)

@@ -239,7 +239,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
                 self._pending[handle.call.number] = receive_tokens
         return inside._replace(layout_range=ranges, handle=handle)
 
-    @described_as(LowLatencyAllToAll.combine, dispatch)
+    @described_as(LowLatencyAllToAll.combine, errors_of=dispatch)
     def combine(
         self,
         y: torch.Tensor,
@@ -255,23 +255,11 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
 
-        Other arguments are as of `LowLatencyAllToAll.combine` and `dispatch`.
+        Other arguments are as of `LowLatencyAllToAll.combine`, errors as of `dispatch`.
 
         Args:
             receive: False sends the rows inside this domain, and the routing weights to the others;
                 `receive(handle)` does the rest.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            ForeignTokensError: other domains have more tokens for a rank than it has room for.
-            LostDomainError: a domain does not answer.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
         """
         self._relay.transport.raise_if_failed()
         own = own_handle(handle, TwoLevelDispatchHandle, self)

@@ -202,7 +202,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         places = replace(inside, layer=self, num_tokens=num_tokens)
         return received, TwoLevelHandle(**vars(places), inside=inside, relayed=relayed)
 
-    @described_as(AllToAll.combine, dispatch)
+    @described_as(AllToAll.combine, errors_of=dispatch)
     def combine(
         self,
         y: torch.Tensor,
@@ -213,19 +213,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
 
-        Arguments are as of `AllToAll.combine` and `dispatch`.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            ForeignTokensError: other domains have more tokens for a rank than it has room for.
-            LostDomainError: a domain does not answer.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
+        Arguments are as of `AllToAll.combine`, errors as of `dispatch`.
         """
         self._relay.transport.raise_if_failed()
         own = own_handle(handle, TwoLevelHandle, self)
@@ -250,25 +238,12 @@ class TwoLevelAllToAll(TwoLevelLayer):
             relay.send_back(relayed)()
             return relay.add(relayed, out)
 
+    @described_as(AllToAll.return_scalars, errors_of=dispatch)
     def return_scalars(self, values: torch.Tensor, handle: AllToAllHandle) -> torch.Tensor:
         """Bring a number of each row back to its slot: float32 [tokens, topk], 0 for slots that are
         not used.
 
-        Args:
-            values: as of `AllToAll.return_scalars`.
-            handle: what the dispatch returned.
-
-        Raises:
-            TypeError: an argument has the wrong type.
-            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
-                text names it.
-            ForeignTokensError: other domains have more tokens for a rank than it has room for.
-            LostDomainError: a domain does not answer.
-            MegaMoEError: the kernel gave up, or an earlier call did; `reset()` on every rank makes
-                the object usable again. On a GPU the next call raises it.
-            MegaMoETimeoutError: a wait took longer than `timeout_s`; the text names what is
-                missing. It is a MegaMoEError.
-            CompileError: NVRTC refused the kernel.
+        Arguments are as of `AllToAll.return_scalars`, errors as of `dispatch`.
         """
         self._relay.transport.raise_if_failed()
         own = own_handle(handle, TwoLevelHandle, self)

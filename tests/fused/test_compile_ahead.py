@@ -20,6 +20,7 @@ from deep_moe.fused import (
     compile_worker,
     compiling_kernels,
     config_chooser,
+    input_preparation,
     loaded_kernels,
 )
 from deep_moe.fused.bounded_cache import BoundedCache

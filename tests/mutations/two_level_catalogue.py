@@ -23,7 +23,7 @@ def bug(name: str, file: str, old: str, new: str, **arguments: Any) -> Mutation:
 
 
 _exact = partial(bug, sizes="exact", chunks=3)
-_bounded = partial(bug, room="for what comes")
+_bounded = partial(bug, room="for half")
 TWO_LEVEL_MUTATIONS = (
     # ---- rows that travel
     bug(
@@ -73,7 +73,7 @@ TWO_LEVEL_MUTATIONS = (
         _ROUTES,
         "(topk_idx >= 0) & (topk_idx < shape.num_experts)",
         "topk_idx < shape.num_experts",
-        room="for what comes",
+        room="for half",
         slots="none to one domain",
     ),
     _bounded(

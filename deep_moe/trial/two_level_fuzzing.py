@@ -32,7 +32,6 @@ _TIMEOUT_S = 120.0  # of waits for other ranks
 # Domains, ranks of all of them, experts, top-k, hidden, intermediate. In one, tokens go to fewer
 # domains than there are.
 _SHAPES = (
-    (2, 2, 6, 3, 256, 128),
     (2, 4, 8, 3, 256, 96),
     (3, 3, 9, 2, 128, 128),
     (4, 4, 8, 2, 256, 128),
@@ -54,7 +53,7 @@ def two_level_axes(arch: str) -> dict[str, tuple[Any, ...]]:
         "tile": fused["tile"],
         "biases": fused["biases"],
         "activation": ALL_ACTIVATIONS,
-        "chunks": (1, 2, 3, 5),
+        "chunks": (1, 3),
         "sizes": ("fixed", "exact"),
         # Of foreign tokens: for all that can be, or for half of them. Then calls bring no more than
         # there is room for, but for one in front of them.

@@ -120,6 +120,7 @@ TWO_LEVEL_MUTATIONS = (
         "num_sums = shape.num_topk",
         shape=_FOUR_DOMAINS,
         shared_experts=1,
+        slots="all",
     ),
     # ---- tokens without room
     _bounded(

@@ -239,8 +239,15 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
         "dispatch_arrivals",
         "i32",
         (NUM_HALVES, num_ranks),
-        "CTAs of a source rank whose tokens are here",
+        "tokens of a source rank that are here, and one more when it has come to the call",
     )
+    if shape.stages_by_expert:
+        control(
+            "message_arrivals",
+            "i32",
+            (NUM_HALVES, shape.num_experts_per_rank, num_ranks),
+            "messages of a source rank for a local expert that are here",
+        )
     control(
         "combine_arrivals",
         "i32",
@@ -356,6 +363,8 @@ class LowLatencyConfig:
                 num_words = shape.num_experts + shape.num_ranks
                 add("token_counts", (num_words,), "tokens before one, by expert and by rank")
                 add("destinations", (1 + shape.num_topk,), "how many ranks, and where there")
+                num_words = shape.num_experts if shape.stages_by_expert else shape.num_ranks
+                add("sent_messages", (num_words,), "this CTA's, to each expert or rank")
             if self.receives:
                 # By expert: with the end of the last rank's.
                 num_words = shape.num_ranks + shape.stages_by_expert
@@ -363,6 +372,7 @@ class LowLatencyConfig:
                 add("first_rows", dims, "first row of a rank's tokens")
                 if not shape.stages_by_expert:
                     add("first_tokens", (shape.num_ranks + 1,), "tokens of the ranks before")
+                    add("num_tokens", (shape.num_ranks,), "tokens of each rank")
         return builder.build(alignment=16)
 
     @property

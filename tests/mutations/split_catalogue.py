@@ -53,14 +53,18 @@ SPLIT_MUTATIONS = (
         "race|result|misuse",
     ),
     M(
-        "staging_slot_of_the_token",
-        replaced("slot_of_rank", "counts.of_rank(rank_idx)", "token_idx"),
+        "staging_slot_of_the_expert",
+        replaced("slot_of_rank", "of_rank(slot.rank_idx)", "of_expert(slot.expert_idx)"),
         "race|result|misuse",
     ),
-    M("staging_slots_shared", replaced("slot_of_rank", "counts.of_rank(rank_idx)", "0"), "race"),
+    M(
+        "staging_slots_shared",
+        replaced("slot_of_rank", "counts.of_rank(slot.rank_idx)", "0"),
+        "race",
+    ),
     M(
         "rows_of_other_ranks",
-        replaced("header_written", "slot.rank_idx == rank_idx", "true"),
+        replaced("header_written", "owner == rank_idx", "true"),
         "race|result|misuse",
     ),
     M("scale_bytes_mixed", replaced("byte_place", "% 4", "% 2"), "result"),
@@ -91,11 +95,31 @@ SPLIT_MUTATIONS = (
     ),
     M(
         "messages_not_awaited",
-        removed("staging_awaited"),
+        removed("messages_of_pair_awaited"),
         "race",
         test=PLACEMENTS + "run_ahead_by_expert",
     ),
+    M(
+        "unpacked_before_ranks_have_come",
+        removed("staging_awaited"),
+        "race|misuse",
+        test=PLACEMENTS + "run_ahead_by_expert",
+    ),
+    M(
+        "message_arrivals_not_zeroed",
+        removed("message_arrivals_zeroed"),
+        "race|timeout",
+        test=PLACEMENTS + "run_ahead_by_expert",
+    ),
     # ---- arrivals
+    M("told_before_all_messages_sent", removed("all_messages_sent"), "race"),
+    M(
+        "messages_told_at_gpu_scope",
+        replaced("messages_released", "red_add_release_sys", "red_add_relaxed_gpu"),
+        "race",
+    ),
+    M("messages_not_counted", removed("message_counted"), "timeout"),
+    M("one_token_not_awaited", replaced("tokens_expected", "+ 1", "+ 0"), "race|timeout"),
     M("arrive_before_all_sent", removed("all_sent"), "race"),
     M(
         "arrive_at_gpu_scope",

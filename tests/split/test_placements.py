@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from deep_moe.errors import MegaMoETimeoutError
 from deep_moe.heuristics.low_latency import PLACEMENTS
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
@@ -181,3 +182,31 @@ def test_more_pairs_of_expert_and_rank_than_warps() -> None:
 def test_an_unknown_placement_is_refused() -> None:
     with pytest.raises(ValueError, match="placement must be one of ranks, experts; got 'slots'"):
         LowLatencyAllToAll(None, 4, 128, 4, 2, device="cpu", placement="slots")
+
+
+def test_a_pairs_messages_do_not_wait_for_those_of_others() -> None:
+    """Rank 2 has come and told its counts, and no message of it comes."""
+    with ranks(num_ranks=3, num_experts=6, placement="experts", timeout_s=0.01) as layer:
+        inputs = random_inputs(layer.shape, (8, 5, 0))
+        for own in layer.layers[:2]:
+            layout, memory = own.buffer.layout, own.buffer.memory.tensor
+            for name, shape, value in (
+                ("recv_counts", (2, 3, 2), -2),  # one message for each expert
+                ("dispatch_arrivals", (2, 3), 1),
+            ):
+                words = memory[layout[name].offset : layout[name].end].view(torch.int32)
+                words.view(shape)[0, 2] = value
+        prepared = [
+            own.prepare_dispatch(inputs.xs[rank], inputs.topk_idxs[rank])
+            for rank, own in enumerate(layer.layers[:2])
+        ]
+        with pytest.raises(MegaMoETimeoutError, match=r"tokens of another rank(?s:.)*rank 2"):
+            layer.run([[launch] for launch, _ in prepared], ranks=[0, 1])
+        for rank, (_, result) in enumerate(prepared):
+            for local_expert in range(2):
+                for source in range(2):
+                    values, _ = quantized(inputs.xs[source], "fp8_128")
+                    expected = values[routed(inputs, source, 2 * rank + local_expert)]
+                    first = int(result.layout_range[local_expert, source]) >> 32
+                    found = result.recv_x[local_expert, first : first + len(expected)]
+                    assert torch.equal(bits(found), bits(expected))

@@ -20,6 +20,7 @@
 #include "deep_moe/split/publish_counts.cuh"
 #include "deep_moe/split/receive_counts.cuh"
 #include "deep_moe/split/send_tokens.cuh"
+#include "deep_moe/split/sent_messages.cuh"
 #include "deep_moe/split/token_counts.cuh"
 #include "deep_moe/split/unpack_messages.cuh"
 #include "deep_moe/sync/wait.cuh"
@@ -41,29 +42,47 @@ __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<
     const LowLatencyBuffer<Config> local = ranks.local();
     const uint32_t half = half_of(call_idx);
     const TokenCounts<Config> counts(shared_memory);
+    const SentMessages<Config> sent(shared_memory);
     if (blockIdx.x == clearing_cta<Config>) {
         clear_words(local, half);
         if (threadIdx.x == 0) *args.call_idx = call_idx;
     }
     if (blockIdx.x == counting_cta<Config>) {
         const PhaseSpan<Config> span(args, SplitPhase::count_put);
-        counts.clear();
         counts.add(args.topk_idx, active, 0, args.num_tokens);
         publish_counts(ranks, active, counts, half);
-        cta_sync<Config>();  //~ counts_read: they are cleared next
+        cta_sync<Config>();  //~ counts_read
+        counts.clear();      // for its own tokens
+        cta_sync<Config>();  //~ counts_cleared
     }
     {
         const PhaseSpan<Config> span(args, SplitPhase::quant_and_put);
-        send_tokens(args, ranks, active, counts, shared_memory, half, first_token);
-        arrive_at_ranks<Config>(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
-            return buffer.dispatch_arrivals(half, ranks.rank_idx());
-        });
+        send_tokens(args, ranks, active, counts, sent, shared_memory, half, first_token);
+        sent.arrive(ranks, active, half, blockIdx.x == clearing_cta<Config>);
     }
     // The first warps wait for what other ranks send.
     if (ptx::warp_idx() == Config::num_threads / warp_size - 1) end_sending(local, waiter);
 }
 
-// All threads of a CTA: until it knows where tokens go and all of them are here.
+// With Config::stages_by_expert, the CTA of `cost`: what is waited for pair by pair, rank by rank.
+template <class Config>
+__device__ void tell_wait_cost(const LowLatencyBuffer<Config>& local,
+                               const ActiveRanks<Config>& active,
+                               const ReceivedTokens<Config>& received, uint32_t half,
+                               const WaitCost& cost, Waiter& waiter) {
+    for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
+        if (!active.contains(i)) continue;
+        for (uint32_t expert_idx = 0; expert_idx < Config::num_experts_per_rank; ++expert_idx) {
+            await_arrivals_of(WaitSite::split_tokens, local.message_arrivals(half, expert_idx, i),
+                              i, received.num_rows(expert_idx, i), waiter);
+        }
+        cost.add(i);
+    }
+    __syncwarp();
+}
+
+// All threads of a CTA: until it knows where tokens go and all ranks have come to the call; unless
+// each pair's messages are waited for, until all tokens are here.
 template <class Config>
 __device__ bool await_tokens(const LowLatencyArgs& args, const LowLatencyBuffer<Config>& local,
                              const ActiveRanks<Config>& active,
@@ -76,9 +95,18 @@ __device__ bool await_tokens(const LowLatencyArgs& args, const LowLatencyBuffer<
     const auto arrivals = [&](uint32_t rank_idx) {
         return local.dispatch_arrivals(half, rank_idx);
     };
+    const auto num_expected = [&](uint32_t rank_idx) {
+        return received.tokens_of(rank_idx) + 1;  //~ tokens_expected
+    };
     bool is_sound = true;
     //~ staging_awaited
-    is_sound = await_ranks<Config>(WaitSite::split_tokens, active, arrivals, 1, cost, waiter);
+    is_sound =
+        await_arrivals<Config>(WaitSite::split_tokens, active, arrivals, num_expected,
+                               Config::stages_by_expert ? WaitCost(nullptr) : cost, waiter, 0);
+    if constexpr (Config::stages_by_expert) {
+        if (is_sound && cost.is_asked())
+            tell_wait_cost(local, active, received, half, cost, waiter);
+    }
     return is_sound;
 }
 
@@ -93,7 +121,7 @@ __device__ void dispatch_receive(const LowLatencyArgs& args, const LowLatencyRan
     const PhaseSpan<Config> span(args, SplitPhase::postprocess);
     using Unpacking =
         conditional_t<Config::stages_by_expert, MessageUnpacking<Config>, TokenExpansion<Config>>;
-    Unpacking(args, ranks, received, half).run();
+    Unpacking(args, ranks, received, half).run(waiter);
 }
 
 template <class Config>
@@ -114,6 +142,9 @@ __device__ __forceinline__ void low_latency_dispatch(const LowLatencyArgs& args)
     Waiter waiter(args);
     bool is_sound;
     if constexpr (Config::sends) {
+        // In front of the barrier that the call begins with.
+        TokenCounts<Config>(shared_memory).clear();
+        SentMessages<Config>(shared_memory).clear();
         is_sound = begin_call<Config>(state, waiter);
         if (is_sound) {
             dispatch_send(args, ranks, active, shared_memory, call_idx, first_token, waiter);
@@ -124,7 +155,7 @@ __device__ __forceinline__ void low_latency_dispatch(const LowLatencyArgs& args)
     if constexpr (Config::receives) {
         if (is_sound) dispatch_receive(args, ranks, active, shared_memory, call_idx, waiter);
     }
-    if (waiter.aborted() && threadIdx.x == 0) stop_later_kernels(local);
+    if (waiter.aborted()) stop_later_kernels(local);  // warps wait for pairs of their own
     last_anchor<Config>(args);
 }
 

@@ -85,9 +85,10 @@ __device__ bool dispatch_place(const ThroughputArgs& args, const ThroughputRanks
                                const FirstWarps& group, Waiter& waiter) {
     const ThroughputBuffer<Config> local = ranks.local();
     const auto arrivals = [&](uint32_t rank_idx) { return local.count_arrivals(rank_idx); };
+    const auto once = [](uint32_t) { return 1; };
     bool have_come = true;
     //~ counts_of_all_awaited
-    have_come = await_arrivals<Config>(WaitSite::split_counts, AllRanks{}, arrivals, 1,
+    have_come = await_arrivals<Config>(WaitSite::split_counts, AllRanks{}, arrivals, once,
                                        WaitCost(nullptr), waiter, num_counts, group);
     return have_come && places.sum_up(args, local, ranks.rank_idx(), group, waiter);
 }

@@ -11,6 +11,7 @@
 #include "deep_moe/split/received_row.cuh"
 #include "deep_moe/split/spread_row.cuh"
 #include "deep_moe/split/token_format.cuh"
+#include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
 
@@ -26,12 +27,13 @@ class TokenExpansion {
                               const ReceivedTokens<Config>& received, uint32_t half)
         : args_(args), ranks_(ranks), local_(ranks.local()), received_(received), half_(half) {}
 
-    __device__ void run() const {
+    __device__ void run(const Waiter&) const {
         constexpr uint32_t num_warps = Config::num_threads / warp_size;
         const uint32_t num_tokens = received_.num_tokens();
         // Neighbouring tokens go to different CTAs, so that few tokens do not all pass through a
-        // few SMs.
-        for (uint32_t i = ptx::warp_idx() * Config::num_ctas + blockIdx.x; i < num_tokens;
+        // few SMs; the first ones to the last CTAs, which have not sent any then.
+        const uint32_t cta_idx = Config::num_ctas - 1 - blockIdx.x;
+        for (uint32_t i = ptx::warp_idx() * Config::num_ctas + cta_idx; i < num_tokens;
              i += num_warps * Config::num_ctas) {
             const uint32_t rank_idx = received_.rank_of(i);
             expand(rank_idx, i - received_.first_token(rank_idx));

@@ -11,6 +11,7 @@
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/message.cuh"
 #include "deep_moe/split/routed_slot.cuh"
+#include "deep_moe/split/sent_messages.cuh"
 #include "deep_moe/split/token_counts.cuh"
 
 namespace deep_moe {
@@ -30,23 +31,32 @@ class ExpertDestinations {
         return message(ranks, half, ptx::ld_shared_u32(words_ + (1 + i) * sizeof(uint32_t)));
     }
 
-    // A whole warp: finds them for a token, and writes its control to each. `counts`: of all tokens
-    // before it. `slot`: the token's that the lane stands for.
-    __device__ void find(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
-                         const TokenCounts<Config>& counts, uint32_t half, uint32_t token_idx,
-                         const RoutedSlot& slot) const {
+    // A whole warp: finds them for a token, in front of a barrier. `counts`: of all tokens before
+    // it. `slot`: the token's that the lane stands for. Returns its place.
+    __device__ uint32_t find(const TokenCounts<Config>& counts, const SentMessages<Config>& sent,
+                             const RoutedSlot& slot) const {
         const uint32_t firsts = __ballot_sync(full_warp, slot.is_first_of_expert());
         if (ptx::lane_idx() == 0) ptx::st_shared_u32(words_, __popc(firsts));
-        if (!slot.is_first_of_expert()) return;
+        if (!slot.is_first_of_expert()) return 0;
+        sent.add(slot.expert_idx);
         const uint32_t slot_idx = counts.of_expert(slot.expert_idx);  //~ message_slot
         const uint32_t place = slot.expert_idx << 16 | slot_idx;
         const uint32_t i = __popc(firsts & ((1u << ptx::lane_idx()) - 1));
         ptx::st_shared_u32(words_ + (1 + i) * sizeof(uint32_t), place);
+        return place;
+    }
+
+    // The same warp, behind the barrier, while others write values: the token's control to each.
+    // found: what `find` returned.
+    __device__ void tell(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
+                         uint32_t half, uint32_t token_idx, const RoutedSlot& slot,
+                         uint32_t found) const {
+        if (!slot.is_first_of_expert()) return;
         uint32_t origin = 0;
         if constexpr (Config::relays_tokens) {
             origin = static_cast<uint32_t>(args.origins[token_idx]);
         }
-        *message(ranks, half, place).control() = {
+        *message(ranks, half, found).control() = {
             token_idx, slot.slot_idx, origin, {}};  //~ control_written
     }
 

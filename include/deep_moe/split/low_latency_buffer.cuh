@@ -47,10 +47,18 @@ class LowLatencyBuffer {
                (half * Symm::recv_counts_dim1 + rank_idx) * num_count_words +
                word_idx;  // [2][ranks][num_count_words]
     }
-    // CTAs of a source rank whose tokens are here.
+    // Tokens of a source rank that are here, and one more when it has come to the call. With
+    // Config::stages_by_expert only that one.
     __device__ int32_t* dispatch_arrivals(uint32_t half, uint32_t rank_idx) const {
         return at<typename Symm::dispatch_arrivals_element>(Symm::dispatch_arrivals_offset) +
                half * Symm::dispatch_arrivals_dim1 + rank_idx;  // [2][ranks]
+    }
+    // With Config::stages_by_expert: messages of a source rank for a local expert that are here.
+    __device__ int32_t* message_arrivals(uint32_t half, uint32_t local_expert_idx,
+                                         uint32_t rank_idx) const {
+        const uint32_t expert = half * Symm::message_arrivals_dim1 + local_expert_idx;
+        return at<typename Symm::message_arrivals_element>(Symm::message_arrivals_offset) +
+               expert * Symm::message_arrivals_dim2 + rank_idx;  // [2][E_local][ranks]
     }
     // CTAs of an experts' rank whose rows are here.
     __device__ int32_t* combine_arrivals(uint32_t half, uint32_t rank_idx) const {

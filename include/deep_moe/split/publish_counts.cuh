@@ -45,6 +45,13 @@ __device__ void clear_words(const LowLatencyBuffer<Config>& local, uint32_t half
     for (uint32_t i = threadIdx.x; i < num_counts; i += Config::num_threads) {
         ptx::st_relaxed_sys(local.recv_counts(half ^ 1, 0, 0) + i, 0u);  //~ counts_zeroed_ahead
     }
+    if constexpr (Config::stages_by_expert) {
+        constexpr uint32_t num_pairs = Config::num_experts_per_rank * Config::num_ranks;
+        for (uint32_t i = threadIdx.x; i < num_pairs; i += Config::num_threads) {
+            ptx::st_relaxed_sys(local.message_arrivals(half ^ 1, 0, 0) + i,
+                                0);  //~ message_arrivals_zeroed
+        }
+    }
     for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
         //~ dispatch_arrivals_zeroed
         ptx::st_relaxed_sys(local.dispatch_arrivals(half ^ 1, i), 0);

@@ -9,6 +9,8 @@
 #include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/routed_slot.cuh"
+#include "deep_moe/split/sent_messages.cuh"
+#include "deep_moe/split/slot_lanes.cuh"
 #include "deep_moe/split/token_counts.cuh"
 
 namespace deep_moe {
@@ -45,11 +47,10 @@ class RankDestinations {
         return {ranks.of(place >> 16), half, ranks.rank_idx(), place & 0xffff};
     }
 
-    // A whole warp: finds them for a token, and writes its header to each. `counts`: of all tokens
-    // before it. `slot`: the token's that the lane stands for.
-    __device__ void find(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
-                         const TokenCounts<Config>& counts, uint32_t half, uint32_t token_idx,
-                         const RoutedSlot& slot) const {
+    // A whole warp: finds them for a token, in front of a barrier. `counts`: of all tokens before
+    // it. `slot`: the token's that the lane stands for. Returns the RowOfExpert of it.
+    __device__ uint32_t find(const TokenCounts<Config>& counts, const SentMessages<Config>& sent,
+                             const RoutedSlot& slot) const {
         uint32_t row = RowOfExpert::none;
         if (slot.is_first_of_expert()) {
             row = RowOfExpert::pack(slot.expert_idx % Config::num_experts_per_rank,
@@ -57,22 +58,37 @@ class RankDestinations {
         }
         const uint32_t firsts = __ballot_sync(full_warp, slot.is_first_of_rank());
         if (ptx::lane_idx() == 0) ptx::st_shared_u32(words_, __popc(firsts));
-        uint32_t i = 0;
-        for (uint32_t left = firsts; left != 0; left &= left - 1) {
-            const uint32_t rank_idx = __shfl_sync(full_warp, slot.rank_idx, __ffs(left) - 1);
-            const uint32_t slot_idx = counts.of_rank(rank_idx);  //~ slot_of_rank
+        if (!slot.is_first_of_rank()) return row;
+        sent.add(slot.rank_idx);
+        const uint32_t slot_idx = counts.of_rank(slot.rank_idx);  //~ slot_of_rank
+        const uint32_t i = __popc(firsts & ((1u << ptx::lane_idx()) - 1));
+        ptx::st_shared_u32(words_ + (1 + i) * sizeof(uint32_t), slot.rank_idx << 16 | slot_idx);
+        return row;
+    }
+
+    // The same warp, behind the barrier, while others write values: the token's header to each.
+    // Lanes stand for slots of neighbouring destinations. found: what `find` returned.
+    __device__ void tell(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
+                         uint32_t half, uint32_t token_idx, const RoutedSlot& slot,
+                         uint32_t found) const {
+        constexpr uint32_t lanes = slot_lanes<Config>();
+        const uint32_t slot_idx = ptx::lane_idx() % lanes;
+        const uint32_t row = __shfl_sync(full_warp, found, slot_idx);
+        const uint32_t owner = __shfl_sync(full_warp, slot.rank_idx, slot_idx);
+        for (uint32_t i = ptx::lane_idx() / lanes; i < count(); i += warp_size / lanes) {
+            const uint32_t place = ptx::ld_shared_u32(words_ + (1 + i) * sizeof(uint32_t));
+            const uint32_t rank_idx = place >> 16;
             uint32_t* const header =
-                ranks.of(rank_idx).staged_headers(half, ranks.rank_idx(), slot_idx);
-            if (ptx::lane_idx() == 0) {
+                ranks.of(rank_idx).staged_headers(half, ranks.rank_idx(), place & 0xffff);
+            if (slot_idx < Config::num_topk) {
+                header[LowLatencyBuffer<Config>::num_header_words + slot_idx] =
+                    owner == rank_idx ? row : RowOfExpert::none;  //~ header_written
+            }
+            if (slot_idx == 0) {
                 header[0] = token_idx;
                 if constexpr (Config::relays_tokens) {
                     header[1] = static_cast<uint32_t>(args.origins[token_idx]);
                 }
-                ptx::st_shared_u32(words_ + ++i * sizeof(uint32_t), rank_idx << 16 | slot_idx);
-            }
-            if (slot.slot_idx < Config::num_topk) {
-                header[LowLatencyBuffer<Config>::num_header_words + slot.slot_idx] =
-                    slot.rank_idx == rank_idx ? row : RowOfExpert::none;  //~ header_written
             }
         }
     }

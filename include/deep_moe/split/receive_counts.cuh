@@ -19,7 +19,8 @@ class ReceivedTokens {
  public:
     __device__ explicit ReceivedTokens(uint32_t shared_memory)
         : first_rows_(shared_memory + Config::Smem::first_rows_offset),
-          first_tokens_(shared_memory + first_tokens_offset()) {}
+          first_tokens_(shared_memory + first_tokens_offset()),
+          num_tokens_(shared_memory + num_tokens_offset()) {}
 
     // The first row that an expert has from a rank.
     __device__ uint32_t first_row(uint32_t local_expert_idx, uint32_t rank_idx) const {
@@ -31,6 +32,10 @@ class ReceivedTokens {
     }
     __device__ uint32_t num_tokens() const {
         return ptx::ld_shared_u32(token_word(Config::num_ranks));
+    }
+    // Of a rank, behind `acquire`; none where a token comes to each of its experts.
+    __device__ uint32_t tokens_of(uint32_t rank_idx) const {
+        return Config::stages_by_expert ? 0 : ptx::ld_shared_u32(count_word(rank_idx));
     }
     // Of the tokens of all ranks, one rank after the other.
     __device__ uint32_t first_token(uint32_t rank_idx) const {
@@ -60,7 +65,7 @@ class ReceivedTokens {
             const uint32_t count = acquire_count(local, active, half, rank_idx, word_idx, waiter);
             ptx::st_shared_u32(word_idx < Config::num_experts_per_rank
                                    ? row_word(word_idx, rank_idx)
-                                   : token_word(rank_idx),
+                                   : count_word(rank_idx),
                                count);
         }
         return cta_agrees<Config>(waiter);  //~ counts_shared
@@ -123,9 +128,8 @@ class ReceivedTokens {
     __device__ void sum_up_tokens() const {
         uint32_t num_tokens = 0;
         for (uint32_t rank_idx = 0; rank_idx < Config::num_ranks; ++rank_idx) {
-            const uint32_t count = first_token(rank_idx);
             ptx::st_shared_u32(token_word(rank_idx), num_tokens);
-            num_tokens += count;
+            num_tokens += tokens_of(rank_idx);
         }
         ptx::st_shared_u32(token_word(Config::num_ranks), num_tokens);
     }
@@ -138,6 +142,10 @@ class ReceivedTokens {
         return first_tokens_ + rank_idx * sizeof(uint32_t);
     }
 
+    __device__ uint32_t count_word(uint32_t rank_idx) const {
+        return num_tokens_ + rank_idx * sizeof(uint32_t);
+    }
+
     static constexpr uint32_t first_tokens_offset() {
         if constexpr (Config::stages_by_expert) {
             return 0;  // there are none
@@ -145,11 +153,19 @@ class ReceivedTokens {
             return Config::Smem::first_tokens_offset;
         }
     }
+    static constexpr uint32_t num_tokens_offset() {
+        if constexpr (Config::stages_by_expert) {
+            return 0;  // there are none
+        } else {
+            return Config::Smem::num_tokens_offset;
+        }
+    }
 
     // u32[E_local][ranks], with Config::stages_by_expert [ranks + 1]: first the counts, then what
     // is before them.
     uint32_t first_rows_;
-    uint32_t first_tokens_;  // u32[ranks + 1], the same
+    uint32_t first_tokens_;  // u32[ranks + 1]: tokens of the ranks before
+    uint32_t num_tokens_;    // u32[ranks]
 };
 
 }  // namespace deep_moe

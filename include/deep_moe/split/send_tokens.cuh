@@ -15,6 +15,7 @@
 #include "deep_moe/split/outgoing_chunk.cuh"
 #include "deep_moe/split/rank_destinations.cuh"
 #include "deep_moe/split/routed_slot.cuh"
+#include "deep_moe/split/sent_messages.cuh"
 #include "deep_moe/split/token_counts.cuh"
 #include "deep_moe/split/token_format.cuh"
 
@@ -77,14 +78,14 @@ __device__ void send_token(const LowLatencyArgs& args, const LowLatencyRanks<Con
     }
 }
 
-// All threads of the grid. first_token: the CTA's, blockIdx.x.
+// All threads of the grid, behind a barrier that counts were cleared in front of. first_token: the
+// CTA's, blockIdx.x.
 template <class Config>
 __device__ void send_tokens(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
                             const ActiveRanks<Config>& active, const TokenCounts<Config>& counts,
-                            uint32_t shared_memory, uint32_t half,
+                            const SentMessages<Config>& sent, uint32_t shared_memory, uint32_t half,
                             const NextToken<Config>& first_token) {
     const Destinations<Config> destinations(shared_memory);
-    counts.clear();
     NextToken<Config> token = first_token;
     uint32_t num_counted = 0;
     for (uint32_t token_idx = blockIdx.x; token_idx < args.num_tokens;
@@ -95,10 +96,12 @@ __device__ void send_tokens(const LowLatencyArgs& args, const LowLatencyRanks<Co
         }
         counts.add(args.topk_idx, active, num_counted, token_idx);
         num_counted = token_idx;
-        if (ptx::warp_idx() == 0) {
-            destinations.find(args, ranks, counts, half, token_idx, token.slot);
-        }
+        uint32_t found = 0;
+        if (ptx::warp_idx() == 0) found = destinations.find(counts, sent, token.slot);
         cta_sync<Config>();  //~ destinations_found
+        if (ptx::warp_idx() == 0) {
+            destinations.tell(args, ranks, half, token_idx, token.slot, found);
+        }
         send_token(args, ranks, destinations, half, token_idx, token.chunk);
         // The next token's search, behind the barrier of its count, overwrites the destinations.
     }

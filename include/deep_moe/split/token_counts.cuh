@@ -30,12 +30,11 @@ class TokenCounts {
         return ptx::ld_shared_u32(word(Config::num_experts + rank_idx));
     }
 
-    // All threads of the CTA; a barrier stands behind it.
+    // All threads of the CTA, in front of a barrier.
     __device__ void clear() const {
         for (uint32_t i = threadIdx.x; i < num_words; i += Config::num_threads) {
             ptx::st_shared_u32(word(i), 0);
         }
-        cta_sync<Config>();  //~ counts_cleared
     }
 
     // All threads of the CTA: adds the tokens from `begin` up to, but not with, `end`; a barrier

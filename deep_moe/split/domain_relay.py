@@ -26,7 +26,7 @@ from .domain_routes import (
     partial_rows,
     route_chunks,
 )
-from .domain_transport import DomainTransport
+from .domain_transport import DomainTransport, TransportName
 from .foreign_tokens import raise_overflow, worst_of
 from .quantized_rows import quantize_rows, unrouted
 from .split_layer import ROW_DTYPES
@@ -64,8 +64,10 @@ class DomainRelay:
         device: torch.device,
         timeout_s: float,
         arch: str | None,
+        transport: TransportName,
     ) -> None:
         self.shape = shape
+        self._transport_name: TransportName = transport
         self.place = place
         self.device = device
         self._timeout_s = timeout_s
@@ -79,7 +81,11 @@ class DomainRelay:
         one take part."""
         self.groups = groups
         self.transport = DomainTransport(
-            groups, self.device, self._timeout_s, RollCall(self.place, groups)
+            groups,
+            self.device,
+            self._timeout_s,
+            RollCall(self.place, groups),
+            self._transport_name,
         )
         column = gather_from_all((self.place.domain, self.place.rank), groups)
         self._members = [row[0][0] for row in column]

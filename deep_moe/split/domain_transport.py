@@ -1,4 +1,5 @@
-"""How rows get from domain to domain: `torch.distributed`'s all-to-all beside the kernels.
+"""How rows get from domain to domain: `torch.distributed`'s all-to-all beside the kernels, or, by
+name, NCCL EP.
 
 On GPUs it is NCCL on a stream of its own; the host waits for nothing, and what a wait of the host's
 is asked for ends after `timeout_s`. On CPUs it is gloo, whose threads work meanwhile.
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from deep_moe.errors import LostDomainError, MegaMoEError
 from deep_moe.heuristics.shape import require_int
 
 from .domain_groups import ROLL_CALL_S, DomainGroups, RollCall
+from .nccl_ep import NcclEpExchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,14 +31,23 @@ if TYPE_CHECKING:
 _BUSY_S = 1e-3
 _POLL_S = 20e-6
 
+# `torch.distributed`'s all-to-all, or NCCL EP.
+TransportName = Literal["torch", "nccl_ep"]
+
 
 class DomainTransport:
     """One rank's way to the ranks of its rank in other domains, and, for what all ranks must know,
     to all ranks."""
 
     def __init__(
-        self, groups: DomainGroups, device: torch.device, timeout_s: float, roll_call: RollCall
+        self,
+        groups: DomainGroups,
+        device: torch.device,
+        timeout_s: float,
+        roll_call: RollCall,
+        name: TransportName,
     ) -> None:
+        check_transport(name)
         self._groups = groups
         self._device = device
         self._timeout_s = timeout_s
@@ -44,6 +55,9 @@ class DomainTransport:
         self._failure: str | None = None
         self._domain = roll_call.place.domain
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._nccl_ep: NcclEpExchange | None = None
+        if name == "nccl_ep" and groups.cross is not None:
+            self._nccl_ep = NcclEpExchange(groups.cross, device)
 
     def exchange(
         self,
@@ -59,6 +73,8 @@ class DomainTransport:
             return lambda: None
         self.raise_if_failed()
         splits = list(received_rows), list(sent_rows)
+        if self._nccl_ep is not None:
+            return self._by_nccl_ep(received.split(splits[0]), sent.split(splits[1]))
         if self._stream is None:
             return self._waiter(
                 lambda: [
@@ -84,6 +100,8 @@ class DomainTransport:
         if cross is None or not any(block is not None for block in (*received, *sent)):
             return lambda: None
         self.raise_if_failed()
+        if self._nccl_ep is not None:
+            return self._by_nccl_ep(received, sent)
         if self._stream is None:
             return self._waiter(lambda: _messages(received, sent, cross))
         device = self._device
@@ -98,6 +116,23 @@ class DomainTransport:
             done = torch.cuda.Event()
             done.record(self._stream)
         return lambda: torch.cuda.current_stream(device).wait_event(done)
+
+    def _by_nccl_ep(
+        self, received: Sequence[torch.Tensor | None], sent: Sequence[torch.Tensor | None]
+    ) -> Callable[[], None]:
+        assert self._nccl_ep is not None
+        to_here, to_there = (
+            [None if block is None else block.view(torch.uint8) for block in blocks]
+            for blocks in (received, sent)
+        )
+        if self._stream is None:  # of a stand-in
+            self._nccl_ep.exchange(to_here, to_there, 0)
+            return lambda: None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._nccl_ep.exchange(to_here, to_there, self._stream.cuda_stream)
+            done = self._event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
     def largest(self, value: torch.Tensor) -> None:
         """The largest of all ranks of all domains, in place of an int64 tensor. To be called where
@@ -195,6 +230,13 @@ class DomainTransport:
     def _fail(self, what: str) -> None:
         self._failure = self._roll_call.explain(what, min(ROLL_CALL_S, self._timeout_s))
         raise LostDomainError(self._failure)
+
+
+def check_transport(name: TransportName) -> None:
+    """An error unless there is such a transport."""
+    names = get_args(TransportName)
+    if name not in names:
+        raise ValueError(f"transport must be one of {', '.join(names)}; got {name!r}")
 
 
 def check_transport_sms(num_transport_sms: int) -> None:

@@ -78,7 +78,12 @@ from .domain_routes import (
     route_chunks,
     sum_rounded_once,
 )
-from .domain_transport import DomainTransport, check_sms_beside, check_transport_sms
+from .domain_transport import (
+    DomainTransport,
+    TransportName,
+    check_sms_beside,
+    check_transport_sms,
+)
 from .foreign_tokens import raise_overflow, worst_of
 
 if TYPE_CHECKING:
@@ -214,6 +219,8 @@ class TwoLevelMoE:
             kernels leave free: at least as many as the NCCL of cross_group may take CTAs, which
             `make_domain_groups` sees to; of another group its `max_ctas`, or NCCL_MAX_CTAS. With
             fewer, ranks can wait for each other for ever.
+        transport: between domains, "torch" for the all-to-all of cross_group or "nccl_ep" for NCCL
+            EP, which needs its package, fixed sizes and room for all foreign tokens.
         timeout_s: limit of waits for other domains and, unless a call says otherwise, of the
             kernel's for other ranks; by default 60 on GPUs and 600 in the emulator.
 
@@ -253,6 +260,7 @@ class TwoLevelMoE:
         num_chunks: int = 1,
         exact_sizes: bool = False,
         num_transport_sms: int = NUM_TRANSPORT_SMS,
+        transport: TransportName = "torch",
         timeout_s: float | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
@@ -275,13 +283,18 @@ class TwoLevelMoE:
         }
         device = device_for(cross_group if domain_group is None else domain_group, device)
         check_backend(cross_group, device)
-        require_equal_everywhere({**sizes, "device": device.type}, groups)
+        require_equal_everywhere({**sizes, "device": device.type, "transport": transport}, groups)
         self.shape = TwoLevelShape(self._place.num_domains, self._place.num_ranks, **sizes)
+        if exact_sizes and transport == "nccl_ep":
+            raise ValueError(
+                "exact_sizes must be False with transport='nccl_ep', which sends blocks of one "
+                "size; got True"
+            )
         check_transport_sms(num_transport_sms)
         self._num_transport_sms = num_transport_sms
         self._timeout_s = timeout_of(timeout_s, is_emulated=device.type == "cpu")
         self._transport = DomainTransport(
-            groups, device, self._timeout_s, RollCall(self._place, groups)
+            groups, device, self._timeout_s, RollCall(self._place, groups), transport
         )
         self.device = device
         self._turn = [None]  # who calls has it, as a buffer's

@@ -26,7 +26,7 @@ from deep_moe.tensor_memory import refuse_shared_memory
 
 from .domain_groups import DomainGroups, DomainPlace, check_backend, require_equal_everywhere
 from .domain_relay import DomainRelay
-from .domain_transport import check_sms_beside, check_transport_sms
+from .domain_transport import TransportName, check_sms_beside, check_transport_sms
 from .profile import DumpsTraces
 from .split_layer import SplitLayer
 
@@ -86,6 +86,7 @@ class TwoLevelLayer(DumpsTraces):
         *arguments: Any,
         equal: Mapping[str, Any],
         num_transport_sms: int,
+        transport: TransportName,
         device: torch.device | str | int | None,
         num_sms: int | None,
         timeout_s: float | None,
@@ -103,7 +104,8 @@ class TwoLevelLayer(DumpsTraces):
         device = device_for(cross_group if domain_group is None else domain_group, device)
         check_backend(cross_group, device)
         with named_as({"num_max_tokens_per_rank": self._most_tokens}):
-            require_equal_everywhere({**sizes, **equal, "device": device.type}, groups)
+            told = {"device": device.type, "transport": transport}
+            require_equal_everywhere({**sizes, **equal, **told}, groups)
             shape = RelayShape(place.num_domains, place.num_ranks, **sizes, is_numbered=is_numbered)
         check_listed(shape, self._most_tokens, most_listed)
         self._inside = inside(
@@ -131,6 +133,7 @@ class TwoLevelLayer(DumpsTraces):
             self.device,
             timeout_of(timeout_s, is_emulated=self.device.type == "cpu"),
             self._inside.settings.arch,
+            transport,
         )
 
     def __repr__(self) -> str:

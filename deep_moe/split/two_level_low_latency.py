@@ -28,6 +28,7 @@ from .domain_groups import (
     DomainGroups,
 )
 from .domain_relay import RelayedCall
+from .domain_transport import TransportName
 from .handle import Dispatched, DispatchHandle, own_handle
 from .low_latency import LowLatencyAllToAll
 from .split_layer import name_of_dtype
@@ -69,6 +70,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
             call's combine gives is NaN on all ranks.
         num_transport_sms: SMs of a GPU that kernels leave free for the transport, as of
             `TwoLevelMoE`.
+        transport: as of `TwoLevelMoE`.
         num_sms: as of `LowLatencyAllToAll`; by default all SMs but num_transport_sms.
         timeout_s: limit of the kernels' waits for ranks of the domain, and of the host's for other
             domains.
@@ -106,6 +108,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         dtype: torch.dtype = torch.bfloat16,
         num_max_foreign_tokens: int | None = None,
         num_transport_sms: int = NUM_TRANSPORT_SMS,
+        transport: TransportName = "torch",
         device: torch.device | str | int | None = None,
         num_sms: int | None = None,
         timeout_s: float | None = None,
@@ -131,6 +134,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
             MAX_RELAYED_TOKENS,
             equal={"zero_copy": zero_copy, "placement": placement},
             num_transport_sms=num_transport_sms,
+            transport=transport,
             device=device,
             num_sms=num_sms,
             timeout_s=timeout_s,

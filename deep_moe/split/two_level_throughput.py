@@ -19,6 +19,7 @@ from .domain_groups import (
     NUM_TRANSPORT_SMS,
 )
 from .domain_relay import RelayedCall
+from .domain_transport import TransportName
 from .handle import own_handle
 from .split_layer import name_of_dtype
 from .throughput import GIVEN_FORMATS, AllToAll, AllToAllHandle, Received
@@ -59,6 +60,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         num_max_foreign_tokens: as of `TwoLevelLowLatencyAllToAll`. Own and foreign tokens together
             are at most 32,768.
         num_transport_sms: as of `TwoLevelLowLatencyAllToAll`.
+        transport: as of `TwoLevelMoE`.
 
     Ranks, sizes between domains and roundings are those of `TwoLevelLowLatencyAllToAll`.
 
@@ -85,6 +87,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
         dtype: torch.dtype = torch.bfloat16,
         num_max_foreign_tokens: int | None = None,
         num_transport_sms: int = NUM_TRANSPORT_SMS,
+        transport: TransportName = "torch",
         device: torch.device | str | int | None = None,
         num_sms: int | None = None,
         timeout_s: float | None = None,
@@ -115,6 +118,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
             max_recv_rows,
             equal={},
             num_transport_sms=num_transport_sms,
+            transport=transport,
             device=device,
             num_sms=num_sms,
             timeout_s=timeout_s,

@@ -34,6 +34,8 @@ from deep_moe.trial.synthetic import (
 from deep_moe.trial.two_level import make_layer, two_level_bounds
 from tests.pairs import formats
 
+from . import nccl_ep_stand_in
+
 ARCH = "sm_90a"
 CALL = {"arch": ARCH, "num_sms": 2, "checked": False}
 SHAPE = MoEShape(4, 8, 3, 256, 128, 9)
@@ -86,6 +88,7 @@ def one_domain(
         pytest.param({}, 0, id="fixed", marks=pytest.mark.slow),
         pytest.param({"num_chunks": 2, "exact_sizes": True}, 0, id="exact_in_chunks"),
         pytest.param({"num_chunks": 2}, 1, id="shared_expert", marks=pytest.mark.slow),
+        pytest.param({"num_chunks": 2, "transport": "nccl_ep"}, 0, id="nccl_ep"),
     ],
 )
 def test_an_exact_layer_agrees_bit_for_bit(run_ranks, arguments, shared) -> None:
@@ -93,6 +96,7 @@ def test_an_exact_layer_agrees_bit_for_bit(run_ranks, arguments, shared) -> None
     layer = layer_of(shape, exact=True)
 
     def work(rank: int) -> None:
+        nccl_ep_stand_in.install()
         moe = make_layer(shape, 2, CPU, **arguments)
         weights, _ = rank_operands(shape, layer, rank, CPU, ARCH)
         assert moe.nbytes == sum(moe.shape.buffer_bytes.values())

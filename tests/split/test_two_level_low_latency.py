@@ -18,6 +18,7 @@ from deep_moe.split.domain_groups import DomainGroups, make_domain_groups
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.two_level_low_latency import TwoLevelLowLatencyAllToAll
 
+from . import nccl_ep_stand_in
 from .reference import Inputs, bits, quantized, random_inputs, rows_of_expert, used_experts
 
 SIZES: dict[str, Any] = {
@@ -172,12 +173,14 @@ def check_call(
         pytest.param(2, 2, {"token_format": "mxfp8"}, {}, id="mxfp8", marks=pytest.mark.slow),
         pytest.param(2, 1, {"token_format": "fp8_128_ue8m0", "hidden": 512}, {}, id="packed"),
         pytest.param(2, 1, {"token_format": "fp8_128_pow2"}, {}, id="pow2", marks=pytest.mark.slow),
+        pytest.param(2, 2, {"transport": "nccl_ep"}, {}, id="nccl_ep"),
     ],
 )
 def test_every_bit_of_calls_in_turn(run_ranks, num_domains, num_ranks, arguments, calls) -> None:
     world = num_domains * num_ranks
 
     def work(rank: int) -> None:
+        nccl_ep_stand_in.install()
         layer = make(num_domains, **arguments)
         sizes = {name: arguments[name] for name in (*SIZES, "token_format") if name in arguments}
         shape = shape_of(world, **sizes)
@@ -366,16 +369,20 @@ def test_traces(run_ranks, tmp_path: Path) -> None:
         ({"hidden": 100}, "hidden must be a positive multiple of 128; got 100"),
         ({"token_format": "nvfp4"}, "token_format must be one of"),
         ({"num_transport_sms": -1}, "num_transport_sms must be at least 0; got -1"),
+        ({"transport": "ib"}, "transport must be one of torch, nccl_ep; got 'ib'"),
     ],
 )
 def test_what_it_is_made_with(changes: dict[str, Any], text: str) -> None:
     from deep_moe.heuristics.domain_relay import RelayShape
+    from deep_moe.split.domain_transport import check_transport
     from deep_moe.split.two_level_layer import check_listed, sms_beside_transport
 
     sizes = {**SIZES, "token_format": "fp8_128", **changes}
     num_sms = sizes.pop("num_transport_sms", 32)
+    transport = sizes.pop("transport", "torch")
 
     def make_one() -> None:
+        check_transport(transport)
         check_listed(RelayShape(2, 2, **sizes), "num_max_tokens_per_rank", 4096)
         sms_beside_transport(torch.device("cpu"), None, num_sms, 2)
 

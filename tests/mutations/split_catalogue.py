@@ -108,8 +108,9 @@ SPLIT_MUTATIONS = (
     M(
         "message_arrivals_not_zeroed",
         removed("message_arrivals_zeroed"),
-        "race|timeout",
-        test=PLACEMENTS + "run_ahead_by_expert",
+        "result",
+        test=PLACEMENTS + "test_a_pairs_messages_do_not_wait_for_those_of_others",
+        arguments={"num_calls_before": 2},
     ),
     # ---- arrivals
     M("told_before_all_messages_sent", removed("all_messages_sent"), "race"),

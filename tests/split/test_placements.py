@@ -184,9 +184,13 @@ def test_an_unknown_placement_is_refused() -> None:
         LowLatencyAllToAll(None, 4, 128, 4, 2, device="cpu", placement="slots")
 
 
-def test_a_pairs_messages_do_not_wait_for_those_of_others() -> None:
-    """Rank 2 has come and told its counts, and no message of it comes."""
+@pytest.mark.parametrize("num_calls_before", [0, 2])
+def test_a_pairs_messages_do_not_wait_for_those_of_others(num_calls_before: int) -> None:
+    """Rank 2 has come and told its counts, and no message of it comes. Those that came in an
+    earlier call of this half do not count."""
     with ranks(num_ranks=3, num_experts=6, placement="experts", timeout_s=0.01) as layer:
+        for call in range(num_calls_before):
+            check_call(layer, random_inputs(layer.shape, (3, 4, 8), seed=call))
         inputs = random_inputs(layer.shape, (8, 5, 0))
         for own in layer.layers[:2]:
             layout, memory = own.buffer.layout, own.buffer.memory.tensor

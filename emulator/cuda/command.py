@@ -199,6 +199,8 @@ def _print_report(
     ]
     if suppressed:
         counts.append(f"{len(suppressed)} suppressed")
+    if run.calls:
+        counts.append(f"{len(run.calls)} refused calls")
     say(
         f"{', '.join(counts)}; {run.launches} launches, {run.warp_instructions} warp instructions, "
         f"{run.seconds:.1f} s in kernels"

@@ -136,6 +136,11 @@ def prepared_environment(options: GpuOptions) -> Iterator[tuple[Path, dict[str, 
         ptxas = folder / "ptxas"
         ptxas.write_text(PTXAS)
         ptxas.chmod(0o755)
+        kept = folder / "kept"  # where the stand-in looks for the PTX of a cubin
+        kept.mkdir()
+        site = folder / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").symlink_to(Path(__file__).with_name("site_hook.py"))
 
         def before(variable: str, value: str, separator: str) -> str:
             return separator.join(filter(None, (value, os.environ.get(variable))))
@@ -147,6 +152,13 @@ def prepared_environment(options: GpuOptions) -> Iterator[tuple[Path, dict[str, 
                 "LD_LIBRARY_PATH": before("LD_LIBRARY_PATH", str(links), ":"),
                 "WARPCHECK_OPTIONS": options.as_variable(),
                 "WARPCHECK_REPORT": str(folder),
+                "PYTHONPATH": before("PYTHONPATH", str(site), ":"),
+                "CUPY_ACCELERATORS": "",  # those of CUB are machine code
+                # What else is machine code there is PTX here, and would be taken for it later.
+                "CUPY_CACHE_DIR": str(folder / "cupy"),
+                "TILELANG_CACHE_DIR": str(folder / "tilelang"),
+                "CUTE_DSL_KEEP": "ptx,cubin",
+                "CUTE_DSL_DUMP_DIR": str(kept),
                 "TRITON_DEFAULT_BACKEND": "nvidia",
                 "TRITON_LIBCUDA_PATH": str(links),
                 "TRITON_PTXAS_PATH": str(ptxas),

@@ -55,6 +55,7 @@ struct Cell {
     uint32_t write_site = 0, read_site = 0;
     uint32_t more_reads = 0;  // index of a list, 0: none
     uint32_t bytes = 0;       // index of four cells that replace this one, 0: none
+    bool operator==(const Cell&) const = default;
 };
 
 // What is known of words that all accesses have covered together: one cell says it. They have its

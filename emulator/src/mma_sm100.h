@@ -325,17 +325,8 @@ struct Mma {
         uint32_t* cells = memory.write(lane, column, count);
         switch (shape.d) {
             case Accumulator::f32:
-                if (accumulate) {
-                    const float factor = std::ldexp(1.0f, -scale_d_shift);
-                    for (uint32_t i = 0; i < count; ++i) {
-                        const double sum =
-                            product[i] + double(std::bit_cast<float>(cells[i]) * factor);
-                        cells[i] = std::bit_cast<uint32_t>(float(sum));
-                    }
-                } else {
-                    for (uint32_t i = 0; i < count; ++i)
-                        cells[i] = std::bit_cast<uint32_t>(float(product[i]));
-                }
+                if (!accumulate) std::fill_n(cells, count, 0u);
+                add_row_to_f32(product, std::ldexp(1.0f, -scale_d_shift), cells, int(count));
                 return;
             case Accumulator::f16:
                 for (uint32_t i = 0; i < count; ++i) {

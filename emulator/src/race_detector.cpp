@@ -741,6 +741,26 @@ void RaceDetector::touch(Cell& cell, const Record& record, bool is_write, const 
     cell.write_site = record.site;
 }
 
+// The same for whole cells, none of which is split: the first one, and those behind it that are
+// like it, if nothing is found. Returns how many they were.
+template <class Ordered>
+uint32_t RaceDetector::touch_alike(Cell* cells, uint32_t count, const Record& record, bool is_write,
+                                   const Ordered& ordered, const Location& at) {
+    const Cell before = cells[0];
+    if (is_write ? before.write_bits != record.bits || before.read_bits
+                 : before.read_bits != record.bits)
+        touch(cells[0], record, is_write, ordered, at);
+    const Cell after = cells[0];
+    if (before.more_reads || after.more_reads) return 1;
+    const bool follows_write = !before.write_bits || before.write_bits == record.bits ||
+                               before.write_bits == past_.ordered_write;
+    const bool follows_read = !is_write || !before.read_bits || before.read_bits == past_.read;
+    if (!follows_write || !follows_read) return 1;
+    uint32_t alike = 1;
+    for (; alike < count && cells[alike] == before; ++alike) cells[alike] = after;
+    return alike;
+}
+
 // The same for bytes [first, first + count), counted from the first block.
 template <class Ordered>
 void RaceDetector::touch_range(Block* blocks, uint64_t first, uint64_t count, const Record& record,
@@ -840,22 +860,19 @@ void RaceDetector::touch_cells(Cell* cells, uint64_t first, uint64_t count, cons
         const uint64_t index = byte / 4, stop = std::min(end, (index + 1) * 4);
         Cell& cell = cells[index];
         if (!cell.bytes && stop - byte == 4) {
-            if (!is_write ? cell.read_bits != record.bits
-                          : cell.write_bits != record.bits || cell.read_bits)
-                touch(cell, record, is_write, ordered, at);
-        } else {
-            if (!cell.bytes) {
-                split_cells_.push_back({cell, cell, cell, cell});
-                if (cell.more_reads) reads_[cell.more_reads].owners += 3;
-                cell.bytes = uint32_t(split_cells_.size() - 1);
-            }
-            for (uint64_t b = byte; b < stop; ++b, ++at.address)
-                touch(split_cells_[cell.bytes][b % 4], record, is_write, ordered, at);
-            byte = stop;
+            const uint64_t bytes =
+                4 * touch_alike(&cell, uint32_t((end - byte) / 4), record, is_write, ordered, at);
+            at.address += bytes;
+            byte += bytes;
             continue;
         }
-        at.address += stop - byte;
-        byte = stop;
+        if (!cell.bytes) {
+            split_cells_.push_back({cell, cell, cell, cell});
+            if (cell.more_reads) reads_[cell.more_reads].owners += 3;
+            cell.bytes = uint32_t(split_cells_.size() - 1);
+        }
+        for (; byte < stop; ++byte, ++at.address)
+            touch(split_cells_[cell.bytes][byte % 4], record, is_write, ordered, at);
     }
 }
 
@@ -1211,10 +1228,11 @@ void RaceDetector::tensor_access(Cta& cta, uint32_t quadrants, uint32_t column, 
     };
     for (uint32_t quadrant = 0; quadrant < 4; ++quadrant) {
         if (!(quadrants >> quadrant & 1)) continue;
-        for (uint32_t c = column; c < std::min(column + count, tensor_columns); ++c) {
-            touch(cta.tensor_cells[quadrant * tensor_columns + c], issue_record_,
-                  access != Access::read, ordered,
-                  {Space::local, uint64_t(quadrant) * 32 << 16 | c, &cta});
+        const uint32_t end = std::min(column + count, tensor_columns);
+        for (uint32_t c = column; c < end;) {
+            c += touch_alike(&cta.tensor_cells[quadrant * tensor_columns + c], end - c,
+                             issue_record_, access != Access::read, ordered,
+                             {Space::local, uint64_t(quadrant) * 32 << 16 | c, &cta});
         }
     }
 }

@@ -306,6 +306,9 @@ class RaceDetector {
     void touch(Cell& cell, const Record& record, bool is_write, const Ordered& ordered,
                const Location& at);
     template <class Ordered>
+    uint32_t touch_alike(Cell* cells, uint32_t count, const Record& record, bool is_write,
+                         const Ordered& ordered, const Location& at);
+    template <class Ordered>
     void touch_range(Block* blocks, uint64_t first, uint64_t count, const Record& record,
                      bool is_write, const Ordered& ordered, Location at);
     template <class Ordered>

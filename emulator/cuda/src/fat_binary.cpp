@@ -1,6 +1,13 @@
 #include "fat_binary.h"
 
+#include <dirent.h>
+#include <elf.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <stdexcept>
 #include <string_view>
 #include <vector>
@@ -84,7 +91,46 @@ std::string payload(const Entry& entry) {
         text = decompress_lz4({data, entry.compressed_bytes}, entry.plain_bytes);
     else
         text.assign(reinterpret_cast<const char*>(data), entry.payload_bytes);
-    return text.substr(0, text.find('\0'));
+    return text;
+}
+
+// Nothing if there is no such file. Streams of C++ would need a newer glibc.
+std::string read_file(const std::string& path) {
+    const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "rb"), &std::fclose);
+    std::string content;
+    char part[1 << 16];
+    while (const size_t count = file ? std::fread(part, 1, sizeof part, file.get()) : 0)
+        content.append(part, count);
+    return content;
+}
+
+size_t bytes_of_cubin(const void* image) {
+    Elf64_Ehdr header;
+    std::memcpy(&header, image, sizeof header);
+    return std::max(header.e_shoff + uint64_t(header.e_shnum) * header.e_shentsize,
+                    header.e_phoff + uint64_t(header.e_phnum) * header.e_phentsize);
+}
+
+// The PTX from which a cubin was made: compilers leave `x.cubin` beside `x.ptx` in the folder that
+// the command gives them. It is the cubin's bytes that count, for names of files and kernels recur.
+std::string kept_ptx(const void* image) {
+    constexpr std::string_view ending = ".cubin";
+    const char* report = std::getenv("WARPCHECK_REPORT");
+    const std::string folder = std::string(report ? report : "") + "/kept";
+    const std::unique_ptr<DIR, int (*)(DIR*)> entries(opendir(folder.c_str()), &closedir);
+    while (const dirent* entry = entries ? readdir(entries.get()) : nullptr) {
+        std::string path = folder + "/" + entry->d_name;
+        if (path.size() < ending.size() || path.substr(path.size() - ending.size()) != ending)
+            continue;
+        const std::string cubin = read_file(path);
+        if (cubin.size() < sizeof(Elf64_Ehdr) || cubin.size() < bytes_of_cubin(cubin.data()) ||
+            std::memcmp(cubin.data(), image, sizeof(Elf64_Ehdr)) != 0 ||
+            std::memcmp(cubin.data(), image, bytes_of_cubin(image)) != 0)
+            continue;
+        std::string ptx = read_file(path.substr(0, path.size() - ending.size()) + ".ptx");
+        if (!ptx.empty()) return ptx;
+    }
+    return {};
 }
 
 std::string best_ptx(const Container* container, int capability) {
@@ -95,13 +141,20 @@ std::string best_ptx(const Container* container, int capability) {
     bool has_elf = false;
     while (at + sizeof(Entry) <= end) {
         const auto& entry = *reinterpret_cast<const Entry*>(at);
+        std::string text;
         if (entry.kind == kind_elf) {
             has_elf = true;
             there += " cubin for sm_" + std::to_string(entry.arch) + ",";
+            const std::string cubin = payload(entry);
+            if (cubin.size() >= sizeof(Elf64_Ehdr) && cubin.size() >= bytes_of_cubin(cubin.data()))
+                text = kept_ptx(cubin.data());
         } else if (entry.kind == kind_ptx) {
-            std::string text = payload(entry);
+            text = payload(entry);
+            text.resize(std::min(text.find('\0'), text.size()));
+            there += " PTX for " + target_of(text).text + ",";
+        }
+        if (!text.empty()) {
             const Target target = target_of(text);
-            there += " PTX for " + target.text + ",";
             const int fits = fitness(target, capability);
             if (fits > best_fitness) {
                 best_fitness = fits;
@@ -136,13 +189,17 @@ std::string ptx_of_image(const void* image, size_t size, int major, int minor) {
     } catch (const std::runtime_error& error) {
         throw ImageError{invalid_image, error.what()};
     }
-    if (std::memcmp(image, "\177ELF", 4) == 0)
-        throw ImageError{no_binary_for_gpu,
-                         "it is a cubin, machine code, which cannot be "
-                         "emulated; " +
-                             wanted(capability)};
-    const auto* text = static_cast<const char*>(image);
-    std::string ptx(text, size ? strnlen(text, size) : std::strlen(text));
+    std::string ptx;
+    if (std::memcmp(image, "\177ELF", 4) == 0) {
+        ptx = kept_ptx(image);
+        if (ptx.empty())
+            throw ImageError{
+                no_binary_for_gpu,
+                "it is a cubin, machine code, which cannot be emulated; " + wanted(capability)};
+    } else {
+        const auto* text = static_cast<const char*>(image);
+        ptx.assign(text, size ? strnlen(text, size) : std::strlen(text));
+    }
     if (ptx.find(".version") == std::string::npos || ptx.find(".target") == std::string::npos)
         throw ImageError{invalid_image,
                          "the image is neither PTX nor a fat binary; " + wanted(capability)};

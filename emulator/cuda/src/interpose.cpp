@@ -181,6 +181,34 @@ void redirect_jit_linker(const char* path, uintptr_t base) {
             write_jump(reinterpret_cast<void*>(f.address), ours);
 }
 
+#if defined(__x86_64__)
+// The runtime library of CuTe DSL holds NVIDIA's without its symbols, but for `cudaMalloc` has an
+// exported `_cudaMalloc`, and so on. Those that do nothing but jump there tell where it is. Those
+// of the driver's calls look them up, and jump as well.
+void redirect_cute_dsl(const char* path, uintptr_t base) {
+    const char* slash = std::strrchr(path, '/');
+    if (std::strcmp(slash ? slash + 1 : path, "libcute_dsl_runtime.so") != 0) return;
+    constexpr unsigned char jump = 0xe9;  // to a distance of 32 bits
+    for (const Named& f : functions_of(path, base, SHT_DYNSYM, {"_cu"})) {
+        const char* name = f.name.c_str() + 1;
+        // In C it has this name.
+        if (!std::strcmp(name, "cudaLaunchKernelEx")) name = "cudaLaunchKernelExC";
+        void* ours = exported_function(name);
+        const auto* code = reinterpret_cast<const unsigned char*>(f.address);
+        int32_t distance;
+        std::memcpy(&distance, code + 1, sizeof distance);
+        if (std::strncmp(name, "cuda", 4) != 0) {
+            if (ours) write_jump(reinterpret_cast<void*>(f.address), ours);
+        } else if (*code == jump) {
+            if (!ours) ours = make_refusal(strdup(name));
+            if (ours) write_jump(reinterpret_cast<void*>(f.address + 5 + distance), ours);
+        }
+    }
+}
+#else
+void redirect_cute_dsl(const char*, uintptr_t) {}
+#endif
+
 struct Object {
     std::string path;
     uintptr_t base;
@@ -210,12 +238,32 @@ std::vector<Object> new_objects() {
     return found;
 }
 
+// An nvcc that a program starts for machine code writes the PTX to its file instead.
+void ask_nvcc_for_ptx(int count, char** words, char** environment) {
+    const std::vector<std::string_view> all(words, words + count);
+    const auto has = [&](std::string_view word) {
+        return std::find(all.begin(), all.end(), word) != all.end();
+    };
+    if (!count || all[0].substr(all[0].rfind('/') + 1) != "nvcc") return;
+    if (!(has("--cubin") || has("-cubin")) || has("-ptx")) return;
+    std::vector<char*> changed(words, words + count);
+    char last[] = "-ptx";  // the last one counts
+    changed.push_back(last);
+    changed.push_back(nullptr);
+    char path[4096] = "";
+    if (readlink("/proc/self/exe", path, sizeof path - 1) > 0)
+        execve(path, changed.data(), environment);
+}
+
 // Before any constructor of the program registers its kernels.
-__attribute__((constructor)) void look_at_first_libraries() {
+__attribute__((constructor)) void look_at_first_libraries(int count, char** words,
+                                                          char** environment) {
+    ask_nvcc_for_ptx(count, words, environment);
     for (const Object& object : new_objects()) {
         redirect_runtime(object.path.c_str(), object.base);
         redirect_nvrtc(object.path.c_str(), object.base);
         redirect_jit_linker(object.path.c_str(), object.base);
+        redirect_cute_dsl(object.path.c_str(), object.base);
     }
 }
 
@@ -225,6 +273,7 @@ void look_at_new_libraries() {
     for (const Object& object : new_objects()) {
         redirect_nvrtc(object.path.c_str(), object.base);
         redirect_jit_linker(object.path.c_str(), object.base);
+        redirect_cute_dsl(object.path.c_str(), object.base);
         if (!redirect_runtime(object.path.c_str(), object.base)) continue;
         // Its constructors have registered its kernels with the runtime inside; now with ours.
         for (const Named& f :
@@ -237,6 +286,13 @@ void look_at_new_libraries() {
 }  // namespace deep_moe::cuda
 
 using namespace deep_moe::cuda;
+
+// By site_hook.py: a function that hands its arguments to NVIDIA's `name` hands them to ours.
+EXPORT void warpcheck_redirect(const char* name, void* function) {
+    void* ours = exported_function(name);
+    if (!ours) ours = make_refusal(strdup(name));
+    if (ours) write_jump(function, ours);
+}
 
 // Libraries that a program loads while it runs may hold a static runtime, too.
 EXPORT void* dlopen(const char* path, int mode) {

@@ -114,6 +114,7 @@ def test_what_cannot_be_emulated_fails(tmp_path: Path):
     result = check(*program("adds", image))
     assert result.returncode == 10
     assert "refused: cuModuleLoadData: it is a cubin" in result.stderr
+    assert "0 warnings, 1 refused calls" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,18 +64,3 @@ def test_ptxas_of_triton_keeps_the_ptx(tmp_path: Path):
         ' test -e "$TRITON_LIBCUDA_PATH/libcuda.so.1"'
     )
     assert run_program(["sh", "-c", script], timeout=TIMEOUT).status == 0
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_a_triton_program_runs(tmp_path: Path):
-    output = tmp_path / "printed.txt"
-    with output.open("w") as stream:
-        result = run_program(
-            [sys.executable, str(PROGRAMS / "triton_program.py")],
-            timeout=TIMEOUT,
-            environment={"TRITON_CACHE_DIR": str(tmp_path)},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
-    assert (result.status, output.read_text()[-3:]) == (0, "ok\n")
-    assert (result.findings, result.launches) == ((), 2)

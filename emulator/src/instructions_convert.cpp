@@ -194,21 +194,6 @@ Body for_scalar(Decoder& d, Type type, F f) {
             return f(uint8_t{});
         case Type::s8:
             return f(int8_t{});
-        case Type::u16:
-        case Type::b16:
-            return f(uint16_t{});
-        case Type::s16:
-            return f(int16_t{});
-        case Type::u32:
-        case Type::b32:
-            return f(uint32_t{});
-        case Type::s32:
-            return f(int32_t{});
-        case Type::u64:
-        case Type::b64:
-            return f(uint64_t{});
-        case Type::s64:
-            return f(int64_t{});
         case Type::f16:
             return f(Half{});
         case Type::bf16:
@@ -218,7 +203,7 @@ Body for_scalar(Decoder& d, Type type, F f) {
         case Type::f64:
             return f(double{});
         default:
-            d.unsupported(std::string("conversion with type .") + name_of(type));
+            return for_integer(d, type, f);
     }
 }
 
@@ -239,17 +224,23 @@ Body scalar_conversion(Decoder& d, Type to, Type from, uint64_t aux) {
 
 // ---- packed formats
 
+// Of the elements of two or four.
 const FloatFormat* small_format(Type type) {
     switch (type) {
         case Type::e4m3x2:
+        case Type::e4m3x4:
             return &e4m3_format;
         case Type::e5m2x2:
+        case Type::e5m2x4:
             return &e5m2_format;
         case Type::e2m1x2:
+        case Type::e2m1x4:
             return &e2m1_format;
         case Type::e2m3x2:
+        case Type::e2m3x4:
             return &e2m3_format;
         case Type::e3m2x2:
+        case Type::e3m2x4:
             return &e3m2_format;
         case Type::f16x2:
             return &f16_format;
@@ -258,6 +249,10 @@ const FloatFormat* small_format(Type type) {
         default:
             return nullptr;
     }
+}
+
+bool has_four(Type type) {
+    return type >= Type::e4m3x4 && type <= Type::e3m2x4;
 }
 
 uint32_t encode_small(Type type, float v, uint64_t aux) {
@@ -333,23 +328,6 @@ Flow to_tf32(Warp& w, const Op& op) {
 
 // ---- stochastic rounding
 
-const FloatFormat* format_of_four(Type type) {
-    switch (type) {
-        case Type::e4m3x4:
-            return &e4m3_format;
-        case Type::e5m2x4:
-            return &e5m2_format;
-        case Type::e2m3x4:
-            return &e2m3_format;
-        case Type::e3m2x4:
-            return &e3m2_format;
-        case Type::e2m1x4:
-            return &e2m1_format;
-        default:
-            return nullptr;
-    }
-}
-
 // `value` with `random`, a number of `bits` bits, added to what is cut off: away from zero if that
 // carries. PTX does not say where the number stands below bits that are more than it has: here it
 // is on top of them.
@@ -386,7 +364,7 @@ Flow round_two_stochastically(Warp& w, const Op& op) {
 
 // operands: d, four floats a, b, e, f from the high end of d, the random bits.
 Flow round_four_stochastically(Warp& w, const Op& op) {
-    const FloatFormat& format = *format_of_four(to_type(op.aux));
+    const FloatFormat& format = *small_format(to_type(op.aux));
     const bool is_fp4 = to_type(op.aux) == Type::e2m1x4;
     const auto out = w.out<uint32_t>(op.operands[0]);
     w.for_each_lane([&](int lane) {
@@ -422,7 +400,7 @@ void decode_stochastic(Decoder& d) {
                aux);
         return;
     }
-    if (!format_of_four(to)) d.unsupported(std::string("stochastic rounding to .") + name_of(to));
+    if (!has_four(to)) d.unsupported(std::string("stochastic rounding to .") + name_of(to));
     if (!(aux & finite_bit)) d.invalid("this type needs .satfinite");
     d.expect_operands(3);
     std::vector<Operand> operands{d.destination(0, to)};
@@ -452,7 +430,7 @@ Flow scale_two(Warp& w, const Op& op) {
 // ---- decoding
 
 bool is_packed(Type type) {
-    return small_format(type) || type == Type::ue8m0x2;
+    return (small_format(type) && !has_four(type)) || type == Type::ue8m0x2;
 }
 
 void decode_cvt(Decoder& d) {

@@ -486,7 +486,20 @@ uint64_t take_flags(Decoder& d) {
     return aux;
 }
 
-[[noreturn]] void bad_type(Decoder& d, Type type) {
+// Of an instruction, by type; null where there is none.
+struct FloatBodies {
+    Body f32 = nullptr, f64 = nullptr, f16 = nullptr, bf16 = nullptr, f16x2 = nullptr,
+         bf16x2 = nullptr, f32x2 = nullptr;
+};
+
+Body body_of(Decoder& d, Type type, const FloatBodies& bodies) {
+    const std::pair<Type, Body> of_types[] = {
+        {Type::f32, bodies.f32},     {Type::f64, bodies.f64},     {Type::f16, bodies.f16},
+        {Type::bf16, bodies.bf16},   {Type::f16x2, bodies.f16x2}, {Type::bf16x2, bodies.bf16x2},
+        {Type::f32x2, bodies.f32x2},
+    };
+    for (auto [known, body] : of_types)
+        if (known == type && body) return body;
     d.unsupported(std::string("type .") + name_of(type) + " is not supported here");
 }
 
@@ -511,32 +524,16 @@ void decode_arithmetic(Decoder& d) {
         }
         d.invalid("only add, sub and fma have inputs of two types");
     }
-    Body body = nullptr;
-    switch (type) {
-        case Type::f32:
-            body = aux ? rounded2<float, F> : plain2<float, F>;
-            break;
-        case Type::f64:
-            body = aux ? rounded2<double, F> : plain2<double, F>;
-            break;
-        case Type::f16:
-            body = half2<Half, F>;
-            break;
-        case Type::bf16:
-            body = half2<BFloat, F>;
-            break;
-        case Type::f16x2:
-            body = pair2<Half, F>;
-            break;
-        case Type::bf16x2:
-            body = pair2<BFloat, F>;
-            break;
-        case Type::f32x2:
-            body = two2<F>;
-            break;
-        default:
-            bad_type(d, type);
-    }
+    const Body body = body_of(d, type,
+                              {
+                                  .f32 = aux ? rounded2<float, F> : plain2<float, F>,
+                                  .f64 = aux ? rounded2<double, F> : plain2<double, F>,
+                                  .f16 = half2<Half, F>,
+                                  .bf16 = half2<BFloat, F>,
+                                  .f16x2 = pair2<Half, F>,
+                                  .bf16x2 = pair2<BFloat, F>,
+                                  .f32x2 = two2<F>,
+                              });
     d.expect_operands(3);
     d.emit(body, {d.destination(0, type), d.source(1, type), d.source(2, type)}, aux);
 }
@@ -545,30 +542,16 @@ template <bool is_max>
 void decode_min_max(Decoder& d) {
     uint64_t aux = take_flags(d);
     Type type = d.take_type();
-    Body body = nullptr;
     bool three = d.num_operands() == 4;
-    switch (type) {
-        case Type::f32:
-            body = three ? min_max3<float, is_max> : min_max<float, is_max>;
-            break;
-        case Type::f64:
-            body = min_max<double, is_max>;
-            break;
-        case Type::f16:
-            body = half_min_max<Half, is_max>;
-            break;
-        case Type::bf16:
-            body = half_min_max<BFloat, is_max>;
-            break;
-        case Type::f16x2:
-            body = pair_min_max<Half, is_max>;
-            break;
-        case Type::bf16x2:
-            body = pair_min_max<BFloat, is_max>;
-            break;
-        default:
-            bad_type(d, type);
-    }
+    const Body body = body_of(d, type,
+                              {
+                                  .f32 = three ? min_max3<float, is_max> : min_max<float, is_max>,
+                                  .f64 = min_max<double, is_max>,
+                                  .f16 = half_min_max<Half, is_max>,
+                                  .bf16 = half_min_max<BFloat, is_max>,
+                                  .f16x2 = pair_min_max<Half, is_max>,
+                                  .bf16x2 = pair_min_max<BFloat, is_max>,
+                              });
     if (three && type != Type::f32) d.unsupported("three inputs need .f32");
     d.expect_operands(3, 4);
     std::vector<Operand> operands{d.destination(0, type), d.source(1, type), d.source(2, type)};
@@ -580,29 +563,16 @@ template <bool absolute>
 void decode_sign(Decoder& d) {
     bool ftz = d.take("ftz");
     Type type = d.take_type();
-    Body body = nullptr;
-    switch (type) {
-        case Type::f32:
-            body = ftz ? sign_flushed<absolute> : sign_bits<uint32_t, 0x7f800000, absolute>;
-            break;
-        case Type::f64:
-            body = sign_bits<uint64_t, uint64_t(0x7ff) << 52, absolute>;
-            break;
-        case Type::f16:
-            body = ftz ? sign_flushed_half<absolute> : sign_bits<uint16_t, 0x7c00, absolute>;
-            break;
-        case Type::bf16:
-            body = sign_bits<uint16_t, 0x7f80, absolute>;
-            break;
-        case Type::f16x2:
-            body = ftz ? sign_flushed_two<absolute> : sign_bits_of_two<0x7c00, absolute>;
-            break;
-        case Type::bf16x2:
-            body = sign_bits_of_two<0x7f80, absolute>;
-            break;
-        default:
-            bad_type(d, type);
-    }
+    const Body body = body_of(
+        d, type,
+        {
+            .f32 = ftz ? sign_flushed<absolute> : sign_bits<uint32_t, 0x7f800000, absolute>,
+            .f64 = sign_bits<uint64_t, uint64_t(0x7ff) << 52, absolute>,
+            .f16 = ftz ? sign_flushed_half<absolute> : sign_bits<uint16_t, 0x7c00, absolute>,
+            .bf16 = sign_bits<uint16_t, 0x7f80, absolute>,
+            .f16x2 = ftz ? sign_flushed_two<absolute> : sign_bits_of_two<0x7c00, absolute>,
+            .bf16x2 = sign_bits_of_two<0x7f80, absolute>,
+        });
     d.expect_operands(2);
     d.emit(body, {d.destination(0, type), d.source(1, type)});
 }
@@ -612,30 +582,15 @@ void decode_function(Decoder& d) {
     d.ignore({"approx"});
     uint64_t aux = take_flags(d) | uint64_t(which) << function_shift;
     Type type = d.take_type();
-    Body body = nullptr;
-    switch (type) {
-        case Type::f32:
-            body = function32;
-            break;
-        case Type::f64:
-            if (which > 2) bad_type(d, type);
-            body = function64;
-            break;
-        case Type::f16:
-            body = function_half<Half>;
-            break;
-        case Type::bf16:
-            body = function_half<BFloat>;
-            break;
-        case Type::f16x2:
-            body = function_pair<Half>;
-            break;
-        case Type::bf16x2:
-            body = function_pair<BFloat>;
-            break;
-        default:
-            bad_type(d, type);
-    }
+    const Body body = body_of(d, type,
+                              {
+                                  .f32 = function32,
+                                  .f64 = which > 2 ? nullptr : function64,
+                                  .f16 = function_half<Half>,
+                                  .bf16 = function_half<BFloat>,
+                                  .f16x2 = function_pair<Half>,
+                                  .bf16x2 = function_pair<BFloat>,
+                              });
     d.expect_operands(2);
     d.emit(body, {d.destination(0, type), d.source(1, type)}, aux);
 }
@@ -729,32 +684,16 @@ void decode_float_fma(Decoder& d) {
             aux);
         return;
     }
-    Body body = nullptr;
-    switch (type) {
-        case Type::f32:
-            body = aux ? rounded_fma<float> : plain_fma<float>;
-            break;
-        case Type::f64:
-            body = aux ? rounded_fma<double> : plain_fma<double>;
-            break;
-        case Type::f16:
-            body = half3<Half>;
-            break;
-        case Type::bf16:
-            body = half3<BFloat>;
-            break;
-        case Type::f16x2:
-            body = pair3<Half>;
-            break;
-        case Type::bf16x2:
-            body = pair3<BFloat>;
-            break;
-        case Type::f32x2:
-            body = two_fma;
-            break;
-        default:
-            bad_type(d, type);
-    }
+    const Body body = body_of(d, type,
+                              {
+                                  .f32 = aux ? rounded_fma<float> : plain_fma<float>,
+                                  .f64 = aux ? rounded_fma<double> : plain_fma<double>,
+                                  .f16 = half3<Half>,
+                                  .bf16 = half3<BFloat>,
+                                  .f16x2 = pair3<Half>,
+                                  .bf16x2 = pair3<BFloat>,
+                                  .f32x2 = two_fma,
+                              });
     d.expect_operands(4);
     d.emit(body, {d.destination(0, type), d.source(1, type), d.source(2, type), d.source(3, type)},
            aux);

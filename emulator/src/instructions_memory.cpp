@@ -5,6 +5,7 @@
 #include "float_types.h"
 #include "lanes.h"
 #include "race_detector.h"
+#include "reductions.h"
 
 namespace deep_moe::emulator {
 
@@ -32,9 +33,7 @@ inline std::byte* fast_resolve(Warp& w, Space space, uint64_t address, uint32_t 
                                Access access, int lane) {
     if (space == Space::generic || space == Space::global || space == Space::constant ||
         space == Space::param) {
-        // Of another version it may be gone.
-        const bool is_here = w.last_region_version == w.grid->rank->memory.version();
-        if (const Region* r = is_here ? w.last_region : nullptr) {
+        if (const Region* r = w.last_region()) {
             const uint64_t at = address - r->address;
             if (at < r->size && bytes <= r->size - at && (access == Access::read || r->writable) &&
                 !(address & (bytes - 1)))
@@ -115,13 +114,7 @@ Row find_row(Warp& w, const Operand& operand, Space space, uint32_t bytes, Acces
         return {cta.shared + offset, Space::shared, offset};
     }
     if (window) return {};
-    const RegionTable& table = w.grid->rank->memory;
-    if (w.last_region_version != table.version() || !w.last_region ||
-        first - w.last_region->address >= w.last_region->size) {
-        w.last_region = table.find(first);
-        w.last_region_version = table.version();
-    }
-    const Region* r = w.last_region;
+    const Region* r = w.find_region(first);
     if (!r || r->mirror || total > r->size - (first - r->address) ||
         (access == Access::write && !r->writable))
         return {};
@@ -278,33 +271,28 @@ Flow store(Warp& w, const Op& op) {
     return Flow::next;
 }
 
-template <class T>
-Body load_body(Decoder& d, size_t n) {
+// f: a generic lambda that takes the length as its template's argument and returns a body.
+template <class F>
+Body for_length(Decoder& d, size_t n, F f) {
     switch (n) {
         case 1:
-            return load<T, 1>;
+            return f.template operator()<1>();
         case 2:
-            return load<T, 2>;
+            return f.template operator()<2>();
         case 4:
-            return load<T, 4>;
+            return f.template operator()<4>();
         case 8:
-            return load<T, 8>;
+            return f.template operator()<8>();
     }
     d.unsupported("a vector of this length");
 }
 template <class T>
+Body load_body(Decoder& d, size_t n) {
+    return for_length(d, n, []<int N>() -> Body { return load<T, N>; });
+}
+template <class T>
 Body store_body(Decoder& d, size_t n) {
-    switch (n) {
-        case 1:
-            return store<T, 1>;
-        case 2:
-            return store<T, 2>;
-        case 4:
-            return store<T, 4>;
-        case 8:
-            return store<T, 8>;
-    }
-    d.unsupported("a vector of this length");
+    return for_length(d, n, []<int N>() -> Body { return store<T, N>; });
 }
 
 void ignore_cache_hints(Decoder& d) {
@@ -427,10 +415,11 @@ namespace {
 
 // ---- atomics ----
 
-struct AtomicExch {
+template <Reduction reduction>
+struct Reduced {
     template <class T>
-    T operator()(T, T b) const {
-        return b;
+    T operator()(T a, T b) const {
+        return reduce_integer(reduction, a, b);
     }
 };
 // In global memory .f32 is added without subnormal numbers, and a NaN of .f64 goes on as it is.
@@ -447,7 +436,7 @@ struct AtomicAdd {
         else if constexpr (std::is_same_v<T, double>)
             return std::isnan(b) ? b : std::isnan(a) ? a : a + b;
         else
-            return T(a + b);
+            return reduce_integer(Reduction::add, a, b);
     }
 };
 // In shared memory a loop of the program adds, as add does.
@@ -468,49 +457,6 @@ struct AtomicAddTwo {
         return {AtomicAdd{}(a.low, b.low), AtomicAdd{}(a.high, b.high)};
     }
 };
-struct AtomicAnd {
-    template <class T>
-    T operator()(T a, T b) const {
-        return T(a & b);
-    }
-};
-struct AtomicOr {
-    template <class T>
-    T operator()(T a, T b) const {
-        return T(a | b);
-    }
-};
-struct AtomicXor {
-    template <class T>
-    T operator()(T a, T b) const {
-        return T(a ^ b);
-    }
-};
-struct AtomicMin {
-    template <class T>
-    T operator()(T a, T b) const {
-        return b < a ? b : a;
-    }
-};
-struct AtomicMax {
-    template <class T>
-    T operator()(T a, T b) const {
-        return b > a ? b : a;
-    }
-};
-struct AtomicInc {
-    template <class T>
-    T operator()(T a, T b) const {
-        return a >= b ? T(0) : T(a + 1);
-    }
-};
-struct AtomicDec {
-    template <class T>
-    T operator()(T a, T b) const {
-        return a == 0 || a > b ? b : T(a - 1);
-    }
-};
-
 template <class T, class F>
 T atomic_apply(std::byte* at, F f) {
     using U = std::conditional_t<sizeof(T) == 2, uint16_t,
@@ -698,21 +644,21 @@ void decode_atomic(Decoder& d, bool returns) {
     }
     Body body = nullptr;
     if (name == "and")
-        body = atomic_integer<AtomicAnd>(d, type);
+        body = atomic_integer<Reduced<Reduction::bit_and>>(d, type);
     else if (name == "or")
-        body = atomic_integer<AtomicOr>(d, type);
+        body = atomic_integer<Reduced<Reduction::bit_or>>(d, type);
     else if (name == "xor")
-        body = atomic_integer<AtomicXor>(d, type);
+        body = atomic_integer<Reduced<Reduction::bit_xor>>(d, type);
     else if (name == "exch")
-        body = atomic_integer<AtomicExch>(d, type);
+        body = atomic_integer<Reduced<Reduction::none>>(d, type);
     else if (name == "inc")
-        body = atomic_integer<AtomicInc>(d, type);
+        body = atomic_integer<Reduced<Reduction::inc>>(d, type);
     else if (name == "dec")
-        body = atomic_integer<AtomicDec>(d, type);
+        body = atomic_integer<Reduced<Reduction::dec>>(d, type);
     else if (name == "min")
-        body = atomic_integer<AtomicMin>(d, type);
+        body = atomic_integer<Reduced<Reduction::min>>(d, type);
     else if (name == "max")
-        body = atomic_integer<AtomicMax>(d, type);
+        body = atomic_integer<Reduced<Reduction::max>>(d, type);
     else if (name == "add")
         body = atomic_add(d, type, space == Space::shared || space == Space::shared_cluster);
     else

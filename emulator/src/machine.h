@@ -228,6 +228,11 @@ struct Warp {
     // Host address of `bytes` bytes for an access by `lane`, after every check; throws Fault.
     std::byte* resolve(Space space, uint64_t address, uint32_t bytes, Access access, int lane);
 
+    // The region of global memory that the last access was in, null if it may be gone since.
+    const Region* last_region() const;
+    // The region with this address, null if there is none.
+    const Region* find_region(uint64_t address);
+
     // Waits: `return w.block(queue, "%llu columns", a)`. Run again after `Machine::wake(queue)`, or
     // at `deadline` (0: never).
     Flow block(WaitQueue& queue, const char* text, uint64_t a = 0, uint64_t b = 0,
@@ -268,8 +273,8 @@ struct Warp {
     std::array<uint32_t, warp_size> stack_tops{};
     std::array<std::vector<Activation>, warp_size> call_stacks;
     std::array<std::vector<uint32_t>, warp_size> kept_registers;  // of recursive callers
-    const Region* last_region = nullptr;
-    uint64_t last_region_version = 0;
+    const Region* region = nullptr;                               // see `last_region`
+    uint64_t region_version = 0;
     uint32_t num_registers = 0;              // per thread, as setmaxnreg sees it (0: unknown)
     std::vector<uint64_t> register_changes;  // what it asked setmaxnreg for
     uint32_t cluster_arrived = 0;  // lanes that have arrived at the cluster barrier, not waited yet
@@ -467,6 +472,19 @@ struct Machine {
 inline void Warp::note_poll(const Awaited& awaited) {
     last_poll = awaited;
     progress_at_poll = machine->progress;
+}
+
+inline const Region* Warp::last_region() const {
+    return region_version == grid->rank->memory.version() ? region : nullptr;
+}
+inline const Region* Warp::find_region(uint64_t address) {
+    const Region* last = last_region();
+    if (!last || address - last->address >= last->size) {
+        const RegionTable& table = grid->rank->memory;
+        region = last = table.find(address);
+        region_version = table.version();
+    }
+    return last;
 }
 
 std::string describe_source(const Program& program, int index);

@@ -131,16 +131,6 @@ inline uint32_t encode(const FloatFormat& format, double value, Rounding roundin
     return sign | uint32_t(code);
 }
 
-inline uint8_t float_to_e4m3(float value) {
-    return uint8_t(encode(e4m3_format, value, Rounding::nearest_even, Overflow::saturate));
-}
-inline uint8_t float_to_e5m2(float value) {
-    return uint8_t(encode(e5m2_format, value, Rounding::nearest_even, Overflow::saturate));
-}
-inline uint8_t float_to_e2m1(float value) {
-    return uint8_t(encode(e2m1_format, value, Rounding::nearest_even, Overflow::saturate));
-}
-
 inline float bf16_to_float(uint16_t code) {
     return std::bit_cast<float>(uint32_t(code) << 16);
 }
@@ -190,11 +180,6 @@ inline uint8_t float_to_ue8m0(float value, Rounding rounding, Overflow overflow)
     if (code == 0xff && overflow == Overflow::saturate) code = 0xfe;
     return uint8_t(code);
 }
-// ue8m0 0 and bf16 meet at the subnormal 0x0040.
-inline uint16_t ue8m0_to_bf16(uint8_t code) {
-    return float_to_bf16(ue8m0_to_float(code));
-}
-
 // All 8-bit codes of a format as doubles (formats below 8 bits: the unused top bits are ignored).
 using DecodeTable = std::array<double, 256>;
 inline DecodeTable make_decode_table(const FloatFormat& format) {

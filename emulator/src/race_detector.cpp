@@ -919,9 +919,7 @@ bool RaceDetector::access(Warp& w, Space space, uint64_t address, uint32_t bytes
         shared_access(w, owner, uint32_t(address) & shared_offset_mask, bytes, access, lane, flags);
         return true;
     }
-    // Of another version it may be gone.
-    const bool is_here = w.last_region_version == w.grid->rank->memory.version();
-    const Region* region = is_here ? w.last_region : nullptr;
+    const Region* region = w.last_region();
     if (access == Access::read && region && !region->writable &&
         address - region->address < region->size)
         return false;

@@ -126,16 +126,11 @@ std::byte* Warp::resolve(Space space, uint64_t address, uint32_t bytes, Access a
                 return local_at(uint32_t(address), lane);
             }
             default: {
-                const RegionTable& table = grid->rank->memory;
-                if (last_region_version != table.version() || !last_region ||
-                    address - last_region->address >= last_region->size) {
-                    last_region = table.find(address);
-                    last_region_version = table.version();
-                }
-                if (!last_region || bytes > last_region->size - (address - last_region->address) ||
-                    (access != Access::read && !last_region->writable))
-                    table.fail(address, bytes, access);
-                return last_region->host(address);
+                const Region* r = find_region(address);
+                if (!r || bytes > r->size - (address - r->address) ||
+                    (access != Access::read && !r->writable))
+                    grid->rank->memory.fail(address, bytes, access);
+                return r->host(address);
             }
         }
     } catch (Fault& fault) {

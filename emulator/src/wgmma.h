@@ -24,12 +24,6 @@ struct FragmentElement {
     uint32_t row, column;
 };
 
-// Row and column of accumulator register `i` (32-bit results) of lane `t`, inside the warp's 16
-// rows.
-inline FragmentElement accumulator_element(uint32_t t, uint32_t i) {
-    return {t / 4 + 8 * ((i >> 1) & 1), 2 * (t % 4) + (i & 1) + 8 * (i >> 2)};
-}
-
 // Row and K index of element `e` of A register `r` of lane `t`; `per_register` elements share a
 // register.
 inline FragmentElement a_element(uint32_t t, uint32_t r, uint32_t e, uint32_t per_register) {
@@ -133,7 +127,7 @@ struct Wgmma {
         }
     }
 
-    // The inverse of accumulator_element, for one row of the warp's.
+    // Where an element of one row of the warp's lies in its lanes' results, as PTX lays them out.
     struct Cell {
         uint32_t& word;
         uint32_t shift;  // of an F16 result in it

@@ -55,15 +55,17 @@ def nvfp4_values(part: bytes, thread: int, b: int, product: int, h: int) -> list
 
 
 def int4_values(part: bytes, thread: int, b: int, product: int, h: int) -> list[float]:
-    """Products with the scale are rounded to BF16."""
+    """Codes are in BF16's lowest 8 bits, which count in 2^-133. Products with the scale, less 8
+    times the scale, are rounded to BF16."""
     word = word_at(part, 2048 * b + 16 * thread + 4 * product)
     start = 4096 + thread // 4 * 16 + 8 * b + 4 * (product // 2) + 2 * h
-    scale = torch.tensor(bf16(int.from_bytes(part[start : start + 2], "little"))).bfloat16()
+    multiplier = bf16(int.from_bytes(part[start : start + 2], "little"))
     made = []
     for c in range(2):
         for v in range(2):
-            number = bf16(0x4300 | word >> 4 * (4 * v + 2 * c + h) & 0xF)
-            made.append(float(torch.tensor(number - 136).bfloat16() * scale))
+            number = bf16(word >> 16 * v + 8 * c & 0xF << 4 * h)
+            exact = (number * 2.0 ** (-4 * h) - 2.0**-130) * multiplier
+            made.append(float(torch.tensor(exact, dtype=torch.float64).bfloat16()))
     return made
 
 
@@ -151,9 +153,38 @@ def check_decoded(weights: str, layer: Sequence[LayerWeights], is_l1: bool) -> N
     assert seen == set(range(expected.shape[0]))
 
 
+def int4_layer_of_many_scales() -> tuple[LayerWeights, LayerWeights]:
+    """Rows of scales of up to 2^121 and down to subnormal ones, each row's within 2^116 of each
+    other; of both signs, with zeros, and rows of zeros alone."""
+    layer = any_layer("int4", num_experts=1)
+    for own in layer:
+        _, num_rows, num_groups = own.sf.shape
+        top = torch.arange(num_rows) * 254 // (num_rows - 1) - 133  # log2
+        below = torch.arange(num_groups) * 116 // (num_groups - 1)
+        exponents = (top[:, None] - below).clamp(min=-133).double()
+        mantissas = own.sf.double().frexp().mantissa[0] * 2
+        mantissas[:, 1::2] *= -1
+        mantissas[::9, 2] = 0
+        mantissas[5::29] = 0
+        own.sf[0] = (mantissas * 2**exponents).clamp(-(2.0**121), 2.0**121).bfloat16()
+    return layer
+
+
+@pytest.mark.parametrize("is_l1", [True, False], ids=["l1", "l2"])
+def test_int4_scales_of_any_size_decode_as_exactly(is_l1: bool) -> None:
+    check_decoded("int4", int4_layer_of_many_scales(), is_l1)
+
+
+def test_the_inverse_gives_int4_scales_of_any_size_back() -> None:
+    check_inverse("int4", int4_layer_of_many_scales())
+
+
 @each_format
 def test_the_inverse_gives_the_input_back(weights: str) -> None:
-    layer = any_layer(weights)
+    check_inverse(weights, any_layer(weights))
+
+
+def check_inverse(weights: str, layer: Sequence[LayerWeights]) -> None:
     made = transform(weights, *layer)
     restored = inverse_transform_weights(*made, "sm_90a", weights=weights, token_format="bf16")
     for before, after in zip(layer, restored, strict=True):

@@ -854,7 +854,14 @@ SM90_MUTATIONS = (
         M(name, replaced(mark, old, new), "result", weights=weights, token_format="bf16")
         for weights, name, mark, old, new in (
             ("int4", "int4_scale_of_another_group", "int4_scale", "[i / 2]", "[0]"),
-            ("int4", "int4_scale_of_the_other_row", "int4_row", "[j % 2]", "[0]"),
+            (
+                "int4",
+                "int4_offset_of_the_other_row",
+                "int4_row",
+                "upper_half_twice(offsets)",
+                "lower_half_twice(offsets)",
+            ),
+            ("int4", "int4_codes_of_the_first_pair", "int4_second_codes", "word >> 8", "word"),
             ("mxfp8", "mxfp8_signs_of_the_first_pair", "mxfp8_second_pair", "0xb3a2", "0x93a2"),
         )
     ),

@@ -51,14 +51,16 @@ def bf16_decoded_costs(rows: float) -> tuple[float, float]:
 BF16_DECODED_TILES = tuple(tile for tile in TILES if tile != (168, 168))
 
 
-def bf16_decoded_kind(block_bytes: int) -> WeightKind:
+def bf16_decoded_kind(
+    block_bytes: int, tiles: tuple[tuple[int, int], ...] = BF16_DECODED_TILES
+) -> WeightKind:
     """Of weights that are decoded to BF16."""
     return WeightKind(
         block_bytes,
         True,
         False,
         False,
-        BF16_DECODED_TILES,
+        tiles,
         bf16_decoded_costs,
         spared_tiles=SPARED_TILES,
     )

@@ -21,16 +21,18 @@ class E2m1ToBf16 {
     // A thread's operand of one product. Of `word`, bits 0 and 1 of every nibble are selectors of
     // the first two registers, bits 2 and 3 those of the other two
     // (deep_moe/targets/sm90/e2m1_blocks.py). Bit 2 of a selector names the table. multipliers: of
-    // even and of odd registers, twice each; on SM90 those have two rows.
-    __device__ __forceinline__ void decode(uint32_t word, const uint32_t (&multipliers)[2],
+    // even registers in the lower half, of odd ones in the upper; on SM90 those have a row each.
+    __device__ __forceinline__ void decode(uint32_t word, uint32_t multipliers,
                                            Fragment& fragment) const {
         constexpr uint32_t upper_tables = 0x40404040;
         const uint32_t first = (word & pair_bits_) | upper_tables;
         const uint32_t second = (word >> 2 & pair_bits_) | upper_tables;  //~ bf16_second_pairs
-        fragment[0] = scaled(first, multipliers[0]);
-        fragment[1] = scaled(first >> 16, multipliers[1]);
-        fragment[2] = scaled(second, multipliers[0]);
-        fragment[3] = scaled(second >> 16, multipliers[1]);  //~ bf16_upper_selectors
+        const uint32_t even = ptx::lower_half_twice(multipliers);
+        const uint32_t odd = ptx::upper_half_twice(multipliers);
+        fragment[0] = scaled(first, even);
+        fragment[1] = scaled(first >> 16, odd);
+        fragment[2] = scaled(second, even);
+        fragment[3] = scaled(second >> 16, odd);  //~ bf16_upper_selectors
     }
 
  private:

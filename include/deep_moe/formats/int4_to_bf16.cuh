@@ -1,11 +1,14 @@
-// INT4 to BF16, in registers. A code becomes the lowest bits of a BF16 number from 128 to 143;
-// subtracting 136 gives its value. The product with its group's scale is rounded once.
+// INT4 to BF16, in registers.
+//
+// A mask and a multiply-add. BF16's lowest 8 bits count up in steps of 2^-133, subnormals and the
+// first numbers that are none. So codes in bits 0 to 3 are numbers as they lie, those in bits 4 to
+// 7, too, 2^4 as large. A product with the group's scale, less 8 times the scale, is rounded once.
 #pragma once
 
 #include <cuda/std/cstdint>
 
 #include "deep_moe/ptx/convert.cuh"
-#include "deep_moe/ptx/registers.cuh"
+#include "deep_moe/ptx/permute.cuh"
 
 namespace deep_moe {
 
@@ -13,22 +16,26 @@ class Int4ToBf16 {
  public:
     using Fragment = uint32_t[4];
 
-    // A thread's operand of one product: register j has the codes of nibbles j and 4 + j.
-    // multipliers: of even and of odd registers, twice each; on SM90 those have two rows.
-    __device__ __forceinline__ void decode(uint32_t word, const uint32_t (&multipliers)[2],
+    // A thread's operand of one product: register j has the codes of nibbles j and 4 + j. scales:
+    // of even registers in the lower half, of odd ones in the upper; 2^133 times as large as the
+    // results are to be, of normal size. On SM90 even and odd registers have a row each.
+    __device__ __forceinline__ void decode(uint32_t word, uint32_t scales,
                                            Fragment& fragment) const {
+        constexpr uint32_t even_codes = 0x000f000f, odd_codes = 0x00f000f0;
+        constexpr uint32_t one_and_2_to_minus_4 = 0x3d803f80, minus_2_to_minus_130 = 0x80088008;
+        const uint32_t multipliers = ptx::mul_rn_bf16x2(scales, one_and_2_to_minus_4);
+        const uint32_t offsets = ptx::mul_rn_bf16x2(scales, minus_2_to_minus_130);
+        const uint32_t words[2] = {word, word >> 8};  //~ int4_second_codes
 #pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-            constexpr uint32_t codes = 0x000f000f, minus_136 = 0xc308c308;
-            const uint32_t above_128 = (word >> 4 * j & codes) | numbers_from_128_;
-            fragment[j] = ptx::mul_rn_bf16x2(ptx::add_rn_bf16x2(above_128, minus_136),
-                                             multipliers[j % 2]);  //~ int4_row
+        for (uint32_t i = 0; i < 2; ++i) {
+            fragment[2 * i] =
+                ptx::fma_rn_bf16x2(words[i] & even_codes, ptx::lower_half_twice(multipliers),
+                                   ptx::lower_half_twice(offsets));
+            fragment[2 * i + 1] =
+                ptx::fma_rn_bf16x2(words[i] & odd_codes, ptx::upper_half_twice(multipliers),
+                                   ptx::upper_half_twice(offsets));  //~ int4_row
         }
     }
-
- private:
-    // An instruction holds one constant.
-    uint32_t numbers_from_128_ = ptx::in_register(0x43004300);
 };
 
 }  // namespace deep_moe

@@ -77,10 +77,10 @@ __device__ __forceinline__ uint32_t mul_rn_bf16x2(uint32_t a, uint32_t b) {
     return product;
 }
 
-// Two sums in BF16.
-__device__ __forceinline__ uint32_t add_rn_bf16x2(uint32_t a, uint32_t b) {
+// Two of a * b + c in BF16, rounded once.
+__device__ __forceinline__ uint32_t fma_rn_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t sum;
-    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
 }
 

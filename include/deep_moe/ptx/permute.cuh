@@ -14,4 +14,29 @@ __device__ __forceinline__ uint32_t prmt(uint32_t low, uint32_t high, uint32_t s
     return bytes;
 }
 
+// A half in both halves. As an operand of arithmetic of two halves it takes no instruction: those
+// of the machine name a half for both. A permute would be an instruction of its own.
+__device__ __forceinline__ uint32_t lower_half_twice(uint32_t halves) {
+    uint32_t twice;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %1;\n"
+        "mov.b32 %0, {low, low};\n"
+        "}"
+        : "=r"(twice)
+        : "r"(halves));
+    return twice;
+}
+__device__ __forceinline__ uint32_t upper_half_twice(uint32_t halves) {
+    uint32_t twice;
+    asm("{\n"
+        ".reg .b16 low, high;\n"
+        "mov.b32 {low, high}, %1;\n"
+        "mov.b32 %0, {high, high};\n"
+        "}"
+        : "=r"(twice)
+        : "r"(halves));
+    return twice;
+}
+
 }  // namespace deep_moe::ptx

@@ -47,10 +47,8 @@ class WordDecoder {
         const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
         for (uint32_t i = 0; i < 4; ++i) {
-            const uint32_t both = multiplier(i);
-            const uint32_t multipliers[2] = {both, both};
             typename ToBf16::Fragment made;
-            values_.decode(words[i], multipliers, made);
+            values_.decode(words[i], multiplier(i), made);
 #pragma unroll
             for (uint32_t j = 0; j < 4; ++j) pairs[4 * i + j] = made[j];
         }

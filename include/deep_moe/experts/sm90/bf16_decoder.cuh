@@ -54,9 +54,9 @@ struct PowersOfTwo {
     struct Shifts {
         uint32_t row_halves[2];
     };
-    // Of the two rows of a row half, [group][h]: a power of two, twice.
+    // Of each group a power of two for both rows of a row half, row h's in half h.
     struct Tables {
-        uint32_t multipliers[2][2];
+        uint32_t multipliers[2];
     };
 
     static __device__ __forceinline__ Shifts load_exponents(uint32_t address) {
@@ -69,12 +69,9 @@ struct PowersOfTwo {
         Tables tables;
 #pragma unroll
         for (uint32_t group = 0; group < 2; ++group) {
-#pragma unroll
-            for (uint32_t h = 0; h < 2; ++h) {
-                constexpr uint32_t exponent = 0x00800080;  // the lowest bit of both
-                tables.multipliers[group][h] =
-                    ptx::prmt(shifts.row_halves[row_half], 0, 0x4440 + 2 * group + h) * exponent;
-            }
+            constexpr uint32_t exponent = 1 << 7;  // its lowest bit
+            tables.multipliers[group] =
+                ptx::prmt(shifts.row_halves[row_half], 0, 0x4140 + group * 0x0202) * exponent;
         }
         return tables;
     }

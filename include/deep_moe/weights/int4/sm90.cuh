@@ -5,7 +5,6 @@
 
 #include "deep_moe/experts/sm90/bf16_decoder.cuh"
 #include "deep_moe/formats/int4_to_bf16.cuh"
-#include "deep_moe/ptx/permute.cuh"
 
 namespace deep_moe::sm90 {
 
@@ -21,10 +20,7 @@ class Int4Decoder : public Bf16DecoderBase<4, 4>, public MultiplierWords {
     // Of a row half's i-th product, which the compiler has to know. `packed`: its unit.
     __device__ __forceinline__ void decode(const uint4& packed, uint32_t i, const Tables& tables,
                                            Fragment& fragment) const {
-        const uint32_t scales = tables.words[i / 2];  //~ int4_scale
-        const uint32_t multipliers[2] = {ptx::prmt(scales, 0, 0x1010),
-                                         ptx::prmt(scales, 0, 0x3232)};
-        values_.decode(word_of(packed, i), multipliers, fragment);
+        values_.decode(word_of(packed, i), tables.words[i / 2], fragment);  //~ int4_scale
     }
 
  private:

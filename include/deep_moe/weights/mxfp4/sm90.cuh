@@ -38,7 +38,7 @@ class Bf16Decoder : public Bf16DecoderBase<4, 2>, public PowersOfTwo {
     // Of a row half's i-th product, which the compiler has to know. `packed`: its unit.
     __device__ __forceinline__ void decode(const uint4& packed, uint32_t i, const Tables& tables,
                                            Fragment& fragment) const {
-        const uint32_t (&multipliers)[2] = tables.multipliers[i / 2];  //~ bf16_group_scale
+        const uint32_t multipliers = tables.multipliers[i / 2];  //~ bf16_group_scale
         values_.decode(word_of(packed, i), multipliers, fragment);
     }
 

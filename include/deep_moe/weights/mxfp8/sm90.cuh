@@ -23,7 +23,8 @@ class Mxfp8Decoder : public Bf16DecoderBase<8, 2>, public PowersOfTwo {
                                            Fragment& fragment) const {
         const bool is_first = i % mmas_per_unit == 0;
         const uint32_t rows[2] = {is_first ? packed.x : packed.z, is_first ? packed.y : packed.w};
-        const uint32_t (&multipliers)[2] = tables.multipliers[i / 2];
+        const uint32_t both = tables.multipliers[i / 2];
+        const uint32_t multipliers[2] = {ptx::lower_half_twice(both), ptx::upper_half_twice(both)};
 #pragma unroll
         for (uint32_t h = 0; h < 2; ++h) {
             fragment[h] = scaled<0x9180>(rows[h], multipliers[h]);

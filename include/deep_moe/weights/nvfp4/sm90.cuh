@@ -29,9 +29,7 @@ class Nvfp4Decoder : public Bf16DecoderBase<4, 4>, public MultiplierWords {
         constexpr uint32_t mantissa_shift = 1 << 4, upper_exponent = 0x70007000;
         const uint32_t bytes =
             ptx::prmt(tables.words[i / 2], 0, i % 2 == 0 ? 0x4140 : 0x4342);  //~ nvfp4_scale
-        const uint32_t both = bytes * mantissa_shift + upper_exponent;
-        const uint32_t multipliers[2] = {ptx::prmt(both, 0, 0x1010), ptx::prmt(both, 0, 0x3232)};
-        values_.decode(word_of(packed, i), multipliers, fragment);
+        values_.decode(word_of(packed, i), bytes * mantissa_shift + upper_exponent, fragment);
     }
 
  private:

@@ -13,9 +13,11 @@ import pytest
 
 from benchmarks.serving import (
     ENGINES,
+    SERVERS,
     Loads,
     Progress,
     Request,
+    make_server,
     markdown,
     new_report,
     note,
@@ -193,6 +195,17 @@ def served(path: Path, name: str, engine: Engine, *words: str) -> None:
         return engine
 
     serve_one(arguments, make_engine, engine.clock)
+
+
+def test_no_step_waits_for_the_collection_of_what_was_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = []
+    monkeypatch.setitem(SERVERS, "sglang", lambda folder, **options: made.append(options) or "it")
+    monkeypatch.setattr("gc.freeze", lambda: made.append("frozen"))
+    assert make_server(tmp_path, parse_arguments(["--server", "sglang"])) == "it"
+    assert made[0]["weights"] == "mxfp4"
+    assert made[1] == "frozen"
 
 
 def test_a_report_of_two_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

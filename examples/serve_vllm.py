@@ -14,6 +14,7 @@ nothing.
     python examples/serve_vllm.py --data-parallel-size 2 --redundant-experts 4  # experts move
     python examples/serve_vllm.py --new-weights     # and replaces them while it runs
     python examples/serve_vllm.py --sleep           # and sleeps in between
+    python examples/serve_vllm.py --sleep --alone   # by deep_moe only, compared with itself
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from served_model import (
     add_model_options,
     after,
     engine_checks,
+    own_runs,
     prompts_of,
+    ran_all,
     run_child,
     serve_own,
     with_new_weights,
@@ -52,16 +55,19 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         quantized, reference = Path(folder, arguments.weights), Path(folder, "bf16")
         write_models(quantized, reference, arguments, arguments.weights)
-        runs = {
-            "reference": run("reference", reference, arguments, {"DEEP_MOE_VLLM": "0"}),
-            "vLLM": run("vLLM", quantized, arguments, {"DEEP_MOE_VLLM": "0"}),
-        }
 
         def by_deep_moe(name: str, variables: dict[str, str]) -> dict[str, Any]:
             served = run(name, quantized, arguments, {"DEEP_MOE_VLLM": "1"} | variables)
             check_slept(name, served)
             return served
 
+        if arguments.alone:
+            own = {name: by_deep_moe(name, more) for name, more in own_runs(arguments).items()}
+            return int(not all(ran_all(own[name], name, arguments.layers) for name in own))
+        runs = {
+            "reference": run("reference", reference, arguments, {"DEEP_MOE_VLLM": "0"}),
+            "vLLM": run("vLLM", quantized, arguments, {"DEEP_MOE_VLLM": "0"}),
+        }
         return serve_own(arguments, runs, by_deep_moe, **engine_checks(arguments))
 
 
@@ -78,6 +84,9 @@ def parsed() -> argparse.Namespace:
         "--sleep",
         action="store_true",
         help="let the engine with deep_moe sleep and wake, at each of vLLM's levels, and ask again",
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="serve by deep_moe only: one start in place of three"
     )
     arguments = parser.parse_args()
     if arguments.sleep and arguments.data_parallel_size > 1:

@@ -477,6 +477,16 @@ def report(
     return status
 
 
+def ran_all(run: dict[str, Any], own: str, num_layers: int) -> bool:
+    """Print who ran the experts; whether deep_moe ran those of all layers."""
+    print("", *run["paths"], sep="\n")
+    lines = [line for line in run["paths"] if "experts run by deep_moe" in line]
+    layers = {line.split(": experts run")[0].split()[-1] for line in lines}
+    if len(layers) != num_layers:
+        print(f"{own} ran {len(layers)} of {num_layers} layers")
+    return len(layers) == num_layers
+
+
 def _report(runs: dict[str, dict[str, Any]], own: str, num_layers: int) -> int:
     exact = torch.tensor(runs["reference"]["prompts"])
     spread = (exact - exact.mean()).abs().mean().item()
@@ -494,12 +504,7 @@ def _report(runs: dict[str, dict[str, Any]], own: str, num_layers: int) -> int:
             f"{name:{width}} {distance[name]:30.5f} {steps.abs().mean():21.5f}"
             f" {sum(equal):10} of {len(equal)}"
         )
-    paths = runs[own]["paths"]
-    print("", *paths, sep="\n")
-    lines = [line for line in paths if "experts run by deep_moe" in line]
-    layers = {line.split(": experts run")[0].split()[-1] for line in lines}
-    if len(layers) != num_layers:
-        print(f"{own} ran {len(layers)} of {num_layers} layers")
+    if not ran_all(runs[own], own, num_layers):
         return 1
     if not distance[own] <= ALLOWED * spread:
         print(f"{own} is further from the reference than {ALLOWED} of the spread")

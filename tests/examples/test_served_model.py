@@ -239,6 +239,23 @@ class SleepingLlm:
         ]
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_deep_moe_alone_is_one_start(num_layers, monkeypatch, capsys):
+    serve_vllm = example("serve_vllm", monkeypatch)
+    monkeypatch.setattr(serve_vllm, "write_models", lambda *_: None)
+    started = []
+
+    def run(name: str, model: Path, arguments: Any, variables: dict[str, str]) -> Any:
+        started.append((name, model.name, variables))
+        return {"paths": ["model.layers.0.mlp.experts: experts run by deep_moe (mxfp4)"]}
+
+    monkeypatch.setattr(serve_vllm, "run", run)
+    monkeypatch.setattr(sys, "argv", ["x", "--alone", "--layers", str(num_layers)])
+    assert serve_vllm.main() == num_layers - 1
+    assert started == [("deep_moe", "mxfp4", {"DEEP_MOE_VLLM": "1"})]
+    assert ("deep_moe ran 1 of 2 layers" in capsys.readouterr().out) == (num_layers == 2)
+
+
 @pytest.mark.parametrize(("shift", "found"), [("0", [0.0, 0.0]), ("0.25", [0.0, 0.25])])
 def test_an_engine_that_sleeps_is_asked_again(shift, found, tmp_path, monkeypatch):
     serve_vllm = example("serve_vllm", monkeypatch)

@@ -83,7 +83,8 @@ def _rule_with_bias(router: FusedTopKBiasRouter) -> Router | None:
 
 def _rule_of_groups(router: GroupedTopKRouter) -> Router | None:
     """Of several groups of the sizes for which vLLM has its faster kernel, as DeepSeek-V3's. Of one
-    group, as Kimi-K2's, vLLM has others, whose weights have another last bit."""
+    group, as Kimi-K2's, vLLM has two others: a warp for each token, which has a score as the choice
+    less the bias, or a block, which keeps scores. Their last bits differ."""
     num_experts, num_groups = router.global_num_experts, router.num_expert_group
     num_chosen, topk = router.topk_group, router.top_k
     if (

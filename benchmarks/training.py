@@ -12,8 +12,9 @@ medians of the rounds are reported. Paths:
     mxfp8       ours with precision="mxfp8"
     fp8         ours with precision="fp8"
     fp8-dgrad   ours with precision="fp8_dgrad"
+    fp8-wgrad   ours with precision="fp8_wgrad"
     frozen      fp8 within frozen_weights, as passes behind the first one of an optimizer's step
-    frozen-dgrad  fp8-dgrad within frozen_weights
+    frozen-dgrad, frozen-wgrad  the same of fp8-dgrad, fp8-wgrad
     plain       sorted by PyTorch, grouped_mm, torch.compile around it, PyTorch's autograd
     products    the six grouped products alone, on rows that are there
     quack       quack-kernels' grouped GEMMs with gathers and activation in them (quack_layer.py),
@@ -82,8 +83,9 @@ MODELS = {
 }
 DEFAULT_MODELS = ("qwen3-235b", "deepseek-v3, 32 experts", "fine-grained")
 TOKENS = (8192, 16384, 32768)
-FROZEN_PATHS = {"frozen": "fp8", "frozen-dgrad": "fp8_dgrad"}
-FP8_PATHS = ("fp8", "fp8-dgrad", *FROZEN_PATHS)
+FP8_LAYERS = {"fp8": "fp8", "fp8-dgrad": "fp8_dgrad", "fp8-wgrad": "fp8_wgrad"}
+FROZEN_PATHS = {"frozen": "fp8", "frozen-dgrad": "fp8_dgrad", "frozen-wgrad": "fp8_wgrad"}
+FP8_PATHS = (*FP8_LAYERS, *FROZEN_PATHS)
 PATHS = ("ours", "separate", "recompute", "mxfp8", *FP8_PATHS, "plain", "products")
 RESULTS = ("out", "x", "topk_weights", "w13", "w2")  # of a step: the output and gradients
 QUACK_PATHS = {"quack": {"tuned": False}, "quack-tuned": {"tuned": True}}
@@ -254,8 +256,7 @@ def paths_of(case: Case) -> dict[str, Step]:
         "separate": case.step(deep_moe.moe, case.w1, case.w3, case.w2),
         "recompute": case.our_step(recompute=True),
         "mxfp8": case.our_step(precision="mxfp8"),
-        "fp8": case.our_step(precision="fp8"),
-        "fp8-dgrad": case.our_step(precision="fp8_dgrad"),
+        **{name: case.our_step(precision=precision) for name, precision in FP8_LAYERS.items()},
         "plain": case.step(torch.compile(plain_layer), case.w13, case.w2),
         "products": products_alone(case),
     }

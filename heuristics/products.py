@@ -16,7 +16,8 @@ COLUMN_ALIGNMENT = 8  # BF16 values that a thread stores at once
 class GroupedProductConfig(TrainingConfig):
     """Products of E4M3 on SM90, in tiles of block_m rows and block_n columns.
 
-    cluster_size: CTAs that share copies of weights.
+    cluster_size: CTAs that share copies of weights. sums_rows: K are the rows of each expert, as
+    gradients of weights have it.
 
     >>> config = GroupedProductConfig(arch="sm_90a")
     >>> config.num_threads, config.smem_bytes
@@ -34,6 +35,7 @@ class GroupedProductConfig(TrainingConfig):
     block_k: int = 128
     num_stages: int = 3
     cluster_size: int = 2
+    sums_rows: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -49,10 +51,13 @@ class GroupedProductConfig(TrainingConfig):
 
     def max_ctas(self, num_rows: int, num_experts: int, num_columns: int) -> int:
         """CTAs that have a tile at most, in whole clusters, however the rows fall on the experts.
+        num_rows: of all experts, or of each matrix where sums go over rows.
 
         >>> GroupedProductConfig(arch="sm_90a").max_ctas(200, num_experts=4, num_columns=300)
         10
         """
         num_m_blocks = num_rows // self.block_m + min(num_experts, num_rows)
+        if self.sums_rows:
+            num_m_blocks = num_experts * (num_rows // self.block_m)
         num_tiles = num_m_blocks * -(-num_columns // self.block_n)
         return -(-num_tiles // self.cluster_size) * self.cluster_size

@@ -179,5 +179,15 @@ class QuantizeWeightsConfig(TrainingConfig):
 
 
 @dataclass(frozen=True)
+class QuantizeColumnsConfig(TrainingConfig):
+    """gathers: rows are those of their slots' tokens. stores_rows: as quantized rows, too."""
+
+    step: ClassVar[str] = "quantize_columns"
+    num_threads: int = 256
+    gathers: bool = False
+    stores_rows: bool = False
+
+
+@dataclass(frozen=True)
 class RoundWeightsConfig(TrainingConfig):
     step: ClassVar[str] = "round_weights"

@@ -31,6 +31,7 @@ ActivateRowsArgs = struct(_TRAINING, "ActivateRowsArgs")
 ActivateRowsBackwardArgs = struct(_TRAINING, "ActivateRowsBackwardArgs")
 ScatterRowsArgs = struct(_TRAINING, "ScatterRowsArgs")
 QuantizeRowsArgs = struct(_TRAINING, "QuantizeRowsArgs")
+QuantizeColumnsArgs = struct(_TRAINING, "QuantizeColumnsArgs")
 QuantizeWeightsArgs = struct(_TRAINING, "QuantizeWeightsArgs")
 RoundWeightsArgs = struct(_TRAINING, "RoundWeightsArgs")
 GroupedProductArgs = struct("deep_moe/products/args.cuh", "GroupedProductArgs")
@@ -45,6 +46,7 @@ ARGS_OF_STEP = {
     "scatter_rows": ScatterRowsArgs,
     "dequantize_rows": QuantizeRowsArgs,
     "quantize_rows": QuantizeRowsArgs,
+    "quantize_columns": QuantizeColumnsArgs,
     "quantize_weights": QuantizeWeightsArgs,
     "round_weights": RoundWeightsArgs,
     "grouped_product": GroupedProductArgs,

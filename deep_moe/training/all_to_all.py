@@ -14,6 +14,7 @@ import torch
 from deep_moe.heuristics.training import ROW_ALIGNMENT
 from deep_moe.split.throughput import AllToAll, AllToAllHandle, Received
 
+from .quantized import QuantizedColumns
 from .rows import Rows, aligned
 from .steps import Steps
 
@@ -38,6 +39,9 @@ class AllToAllWays:
         if not rounds_to_mxfp8:
             return received
         return self.steps.gather(received, self.rows, rounds_to_mxfp8=True)
+
+    def gather_columns(self, received: torch.Tensor) -> QuantizedColumns:
+        return self.steps.quantize_columns(received, self.rows)
 
     def receive_weights(self, topk_weights: torch.Tensor) -> torch.Tensor:
         return self.weights  # came with the tokens

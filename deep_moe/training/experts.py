@@ -39,8 +39,10 @@ from .rows import Rows, aligned
 from .steps import Biases, Steps
 from .ways import Ways
 
-Precision = Literal["bf16", "mxfp8", "fp8", "fp8_dgrad"]
-FP8_PRECISIONS: tuple[Precision, ...] = ("fp8", "fp8_dgrad")
+Precision = Literal["bf16", "mxfp8", "fp8", "fp8_dgrad", "fp8_wgrad"]
+FP8_DATA_GRADIENTS: tuple[Precision, ...] = ("fp8_dgrad", "fp8_wgrad")
+"""Whose products of data gradients multiply E4M3; those of "fp8_wgrad" for weights, too."""
+FP8_PRECISIONS: tuple[Precision, ...] = ("fp8", *FP8_DATA_GRADIENTS)
 """Whose forward pass multiplies E4M3 with a float32 scale for 128 values."""
 
 
@@ -107,8 +109,8 @@ class Experts:
     def forward(
         self, received: torch.Tensor, ways: Ways, topk_weights: torch.Tensor
     ) -> tuple[torch.Tensor, Linear1, Transposed | None]:
-        """The layer's output [tokens, H] and Linear1's, and with "fp8_dgrad" the weights for the
-        backward pass, quantized on the way. received: of x."""
+        """The layer's output [tokens, H] and Linear1's, and for products of data gradients that
+        multiply E4M3 the weights, quantized on the way. received: of x."""
         rows = ways.rows
         linear1, gate_up = self._linear1(received, ways)
         activated = self.steps.activate(
@@ -146,7 +148,7 @@ class Experts:
         again; linear1: what `forward` returned, perhaps quantized, or None to make it again;
         transposed: what `forward` returned, or None to quantize weights again.
         Products are those of the weights as they are, whatever the forward pass rounded them to,
-        but for those that "fp8_dgrad" quantizes."""
+        but for those of quantized gradients."""
         weights, steps, rows = self.weights, self.steps, ways.rows
         offs = rows.offs
         if received is None and (linear1 is None or needs_weights):
@@ -160,15 +162,21 @@ class Experts:
         if transposed is not None:
             w1, w3, w2 = transposed.gate, transposed.up, transposed.down
         received_d_out = ways.receive(d_out)
-        d_rows = ways.gather(received_d_out)
+        sums_e4m3 = needs_weights and self.precision == "fp8_wgrad"
+        d_rows = d_columns = None
+        if sums_e4m3:
+            d_columns = ways.gather_columns(received_d_out)
+        if self.biases is not None or (needs_weights and not sums_e4m3) or not self._quantizes_d:
+            d_rows = ways.gather(received_d_out)
         row_weights = ways.receive_weights(topk_weights)
-        if self.precision == "fp8_dgrad":
+        if self._quantizes_d:
             # Once for a token, not for each of its rows.
             quantized = ways.gather(steps.quantize_rows(received_d_out))
             d_activated = self._quantized_data_gradient(quantized, weights.down, w2, rows)
             del quantized
         else:
-            d_activated = self._data_gradient(d_rows, weights.down, None, rows)
+            assert d_rows is not None
+            d_activated = grouped_product(d_rows, weights.down.transpose(1, 2), offs)
         del received_d_out
         d_linear1 = linear1.empty_like()
         d_gate, d_up = d_linear1.halves()
@@ -187,37 +195,53 @@ class Experts:
         del d_activated, linear1
         d_biases = None
         if self.biases is not None and needs_biases:
+            assert d_rows is not None
             d_biases = self._bias_gradients(d_rows, d_gate, d_up, rows, row_weights)
         d_weights = None
-        if needs_weights:
+        d_halves: tuple[torch.Tensor, ...] = (d_linear1.gate,)
+        if d_linear1.up is not None:
+            d_halves = (d_linear1.gate, d_linear1.up)
+        del d_linear1, d_gate, d_up
+        if sums_e4m3:
+            assert d_columns is not None
+            columns = steps.quantize_columns(weighted, rows)
+            del weighted, d_rows
+            d_down = steps.quantized_weight_gradient(columns, d_columns, rows)
+            del columns, d_columns
+            both = [steps.quantize_both(half, rows) for half in d_halves]
+            d_halves = tuple(quantized for quantized, _ in both)
+            assert received is not None
+            columns = ways.gather_columns(received)
+            del received
+            d_gate_up = [steps.quantized_weight_gradient(columns, half, rows) for _, half in both]
+            d_weights = Weights(d_gate_up[0], d_gate_up[1] if d_gate_up[1:] else None, d_down)
+            del columns, both
+        elif needs_weights:
+            assert d_rows is not None
             d_down = grouped_weight_gradient(weighted, d_rows, offs)
             del weighted, d_rows
             assert received is not None
             gathered = ways.gather(received)
             del received
-            d_weights = Weights(
-                grouped_weight_gradient(gathered, d_linear1.gate, offs),
-                None
-                if d_linear1.up is None
-                else grouped_weight_gradient(gathered, d_linear1.up, offs),
-                d_down,
-            )
+            d_gate_up = [grouped_weight_gradient(gathered, half, offs) for half in d_halves]
+            d_weights = Weights(d_gate_up[0], d_gate_up[1] if d_gate_up[1:] else None, d_down)
             del gathered
         else:
             del weighted, d_rows
         d_x = None
         if needs_x:
-            first = self._data_gradient(d_linear1.gate, weights.gate, w1, rows)
+            if self._quantizes_d and not sums_e4m3:
+                d_halves = tuple(steps.quantize_rows(half) for half in d_halves)
+            first = self._data_gradient(d_halves[0], weights.gate, w1, rows)
             second = None
             if weights.up is not None:
-                assert d_linear1.up is not None
-                second = self._data_gradient(d_linear1.up, weights.up, w3, rows)
+                second = self._data_gradient(d_halves[1], weights.up, w3, rows)
             d_x = ways.scatter(first, second)
         return Gradients(d_x, ways.return_weights(d_row_weights), d_weights, d_biases)
 
     def of_forward(self) -> Experts:
         """Those whose forward pass quantizes nothing for the backward pass."""
-        return replace(self, precision="fp8") if self.precision == "fp8_dgrad" else self
+        return replace(self, precision="fp8") if self._quantizes_d else self
 
     def quantized(self, linear1: Linear1) -> Linear1:
         """As E4M3 with scales: half the memory for the time until the backward pass."""
@@ -251,7 +275,7 @@ class Experts:
     def _forward_product(
         self, inputs: torch.Tensor, weights: torch.Tensor, rows: Rows
     ) -> tuple[torch.Tensor, QuantizedWeights | None]:
-        """[R, N], and with "fp8_dgrad" the weights for the backward pass.
+        """[R, N], and for products of quantized gradients the weights.
 
         Weights are rounded in every pass, and the rounded ones freed behind it, but for those that
         are frozen: an optimizer need not count a tensor's version up, so nothing cheap tells that
@@ -272,12 +296,11 @@ class Experts:
         transposed: QuantizedWeights | None,
         rows: Rows,
     ) -> torch.Tensor:
-        """d_outputs [R, N] times the transposed weights [experts, K, N]: [R, K]. With "fp8_dgrad"
-        both are quantized."""
-        if self.precision != "fp8_dgrad":
-            return grouped_product(d_outputs, weights.transpose(1, 2), rows.offs)
-        quantized = self.steps.quantize_rows(d_outputs)
-        return self._quantized_data_gradient(quantized, weights, transposed, rows)
+        """d_outputs [R, N], as the precision has them, times the transposed weights
+        [experts, K, N]: [R, K]."""
+        if self._quantizes_d:
+            return self._quantized_data_gradient(d_outputs, weights, transposed, rows)
+        return grouped_product(d_outputs, weights.transpose(1, 2), rows.offs)
 
     def _quantized_data_gradient(
         self,
@@ -302,9 +325,13 @@ class Experts:
     def _quantizes(self) -> bool:
         return self.precision in FP8_PRECISIONS
 
+    @property
+    def _quantizes_d(self) -> bool:
+        return self.precision in FP8_DATA_GRADIENTS
+
     def _rounded(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """As the forward pass multiplies them, and with "fp8_dgrad" the backward pass."""
-        if self.precision == "fp8_dgrad":
+        """As the forward pass multiplies them, and the backward pass where it multiplies E4M3."""
+        if self._quantizes_d:
             both = self.steps.quantize_weights_both_ways(weights)
             return tuple(tensor for one in both for tensor in (one.values, one.scales))
         if self._quantizes:

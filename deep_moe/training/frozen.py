@@ -19,9 +19,9 @@ def frozen_weights(*owners: torch.nn.Module | torch.Tensor) -> Iterator[None]:
 
     For several forward passes between two steps of an optimizer: accumulated gradients, gradient
     checkpointing, `recompute=True`, or experts that are not trained. Calls of `moe` and `MoELayer`
-    with precision "fp8", "fp8_dgrad" or "mxfp8" keep what they round weights to, and free it when
-    the context ends: 1 byte for each value with "fp8", 2 with the others. Outputs and gradients
-    have the same bits as without.
+    with precision "fp8", "fp8_dgrad", "fp8_wgrad" or "mxfp8" keep what they round weights to, and
+    free it when the context ends: 1 byte for each value with "fp8", 2 with the others. Outputs and
+    gradients have the same bits as without.
 
     A pass quantizes a weight again where its storage or its version is another than before. Other
     changes, as of fused optimizers or through `.data`, cannot be seen then. The end of the context

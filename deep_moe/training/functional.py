@@ -15,7 +15,7 @@ from deep_moe.heuristics.training import MAX_EXPERTS, MAX_TOPK, VALUES_PER_CHUNK
 from deep_moe.targets import target_of
 from deep_moe.tensor_memory import check_dense, check_memory
 
-from .experts import FP8_PRECISIONS, Precision
+from .experts import FP8_DATA_GRADIENTS, FP8_PRECISIONS, Precision
 from .operators import encode_activation, gated_activation_of, moe_op
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def moe(
             the same, and the backward pass multiplies E4M3 where the gradients of Linear2's and of
             Linear1's output are multiplied with weights. These gradients have a scale per 128
             values of a row, and the weights are those of the forward pass. Products that give the
-            gradients of weights are BF16.
+            gradients of weights are BF16. Or "fp8_wgrad": the same, and these products multiply
+            E4M3, too, with a scale for 128 rows of an expert times 128 columns.
         recompute: keep nothing but x and the routing for the backward pass, and compute Linear1
             again. Otherwise its output is kept, too. No other activations are.
         activation: as in `fp8_fp4_mega_moe`.
@@ -116,7 +117,7 @@ def moe(
             layer's sizes, without shared experts. Its ranks are those of `group`. Layers of a model
             may share one, and an engine in the same process may, too.
 
-    Sizes are multiples of 8, with "mxfp8" of 32, with "fp8" and "fp8_dgrad" of 128. All tensors are
+    Sizes are multiples of 8, with "mxfp8" of 32, with "fp8..." of 128. All tensors are
     contiguous and on one device, with at most 1024 experts of a rank. Weights may also be what
     `.transpose(1, 2)` makes of contiguous [experts, out, in], as checkpoints and other trainers
     have them; they are not copied then.
@@ -163,7 +164,7 @@ def moe(
         raise ValueError(f"sym_buffer must be None with forward='training'; got {sym_buffer!r}")
     if quantize_kept:
         _check_quantize_kept(x, w2, recompute)
-    if precision == "fp8_dgrad" and not torch.is_grad_enabled():
+    if precision in FP8_DATA_GRADIENTS and not torch.is_grad_enabled():
         # Nobody asks for what it has besides.
         options = (options[0], "fp8", options[2])
     if group is not None:
@@ -220,7 +221,8 @@ def _check(
     """Types, shapes and layouts. Nothing here looks at a value."""
     if precision not in get_args(Precision):
         raise ValueError(
-            f"precision must be 'bf16', 'mxfp8', 'fp8' or 'fp8_dgrad'; got {precision!r}"
+            "precision must be 'bf16', 'mxfp8', 'fp8', 'fp8_dgrad' or 'fp8_wgrad'; "
+            f"got {precision!r}"
         )
     _require_tensor("x", x)
     _require("x", x, _DTYPES if precision == "bf16" else (torch.bfloat16,), x.device)

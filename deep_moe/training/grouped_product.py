@@ -17,6 +17,7 @@ from deep_moe.targets import products_target, target_of
 from deep_moe.tensor_memory import check_dense, check_memory, refuse_shared_memory
 
 from .launching import launch
+from .quantized import QuantizedColumns
 
 _ALIGNMENT = 16  # bytes, of tensor copies and of stores
 _EMULATED_CTAS = 4
@@ -154,6 +155,45 @@ def multiply(
     launch(gpu, config, args, num_ctas, read, {"y": out})
 
 
+def sum_rows(
+    x: QuantizedColumns,
+    d_y: QuantizedColumns,
+    expert_end: torch.Tensor,
+    out: torch.Tensor,
+    gpu: Gpu | None,
+    arch: str,
+) -> None:
+    """Sums over each expert's rows of x[row][i] * d_y[row][j]: bfloat16 out [experts, K, N].
+    expert_end: int32 [experts], where its rows end, which begin where those before end."""
+    config = GroupedProductConfig(sums_rows=True, arch=arch)
+    num_experts, num_rows, num_columns = out.shape
+    max_ctas = config.max_ctas(num_rows, num_experts, num_columns)
+    num_ctas = min(max_ctas, _EMULATED_CTAS if gpu is None else gpu.num_sms)
+    maps = (
+        _map_of_columns(config, gpu, one.values.data_ptr(), *one.values.shape[:2])
+        for one in (x, d_y)
+    )
+    args = GroupedProductArgs(
+        *maps,
+        x.scales.data_ptr(),
+        d_y.scales.data_ptr(),
+        0,
+        0,
+        expert_end.data_ptr(),
+        out.data_ptr(),
+        0,
+        0,
+        0,
+        num_experts,
+        num_rows,
+        0,
+        num_columns,
+        0,
+    )
+    read = {"x": x.values, "x_sf": x.scales, "d_y": d_y.values, "d_y_sf": d_y.scales}
+    launch(gpu, config, args, num_ctas, {**read, "expert_end": expert_end}, {"y": out})
+
+
 # The driver takes tens of microseconds from Python to encode a map. PyTorch's allocator gives a
 # layer the same addresses in every step.
 @lru_cache(maxsize=1024)
@@ -199,6 +239,29 @@ def _map_of_weights(
             address,
             dims=(num_values, num_columns, num_experts),
             strides=(num_values, num_columns * num_values),
+            box=(config.block_k, K_GROUP, 1),
+            swizzle=Swizzle.of_row_bytes(config.block_k),
+        ),
+        gpu,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _map_of_columns(
+    config: GroupedProductConfig,
+    gpu: Gpu | None,
+    address: int,
+    num_blocks: int,
+    num_columns: int,
+) -> CppStruct:
+    """A box is a block of rows of 128 columns, each column's values side by side. Behind the last
+    column is zero."""
+    return _encoded(
+        TensorMapSpec(
+            DataType.UINT8,
+            address,
+            dims=(config.block_k, num_columns, num_blocks),
+            strides=(config.block_k, num_columns * config.block_k),
             box=(config.block_k, K_GROUP, 1),
             swizzle=Swizzle.of_row_bytes(config.block_k),
         ),

@@ -18,6 +18,7 @@ from deep_moe.heuristics.training import (
     DequantizeRowsConfig,
     GatherRowsConfig,
     PlaceSlotsConfig,
+    QuantizeColumnsConfig,
     QuantizeRowsConfig,
     QuantizeWeightsConfig,
     RoundWeightsConfig,
@@ -30,6 +31,7 @@ from deep_moe.jit.kernel_args import (
     ActivateRowsArgs,
     ActivateRowsBackwardArgs,
     GatherRowsArgs,
+    QuantizeColumnsArgs,
     QuantizeRowsArgs,
     QuantizeWeightsArgs,
     RoundWeightsArgs,
@@ -38,9 +40,15 @@ from deep_moe.jit.kernel_args import (
     ScatterRowsArgs,
 )
 
-from .grouped_product import multiply
+from .grouped_product import multiply, sum_rows
 from .launching import launch
-from .quantized import QuantizedWeights, parts_of_rows, quantized_width
+from .quantized import (
+    QuantizedColumns,
+    QuantizedWeights,
+    max_row_blocks,
+    parts_of_rows,
+    quantized_width,
+)
 from .rows import Rows, aligned
 from .steps import Biases
 
@@ -166,7 +174,7 @@ class KernelSteps:
         rows: Rows,
         *,
         d_activated: torch.Tensor,
-        d_rows: torch.Tensor,
+        d_rows: torch.Tensor | None,
         topk_weights: torch.Tensor,
         d_gate: torch.Tensor,
         d_up: torch.Tensor,
@@ -181,14 +189,14 @@ class KernelSteps:
             0 if biases is None else biases.up.data_ptr(),
             d_activated.data_ptr(),
             topk_weights.data_ptr(),
-            0 if biases is None else d_rows.data_ptr(),
+            0 if biases is None or d_rows is None else d_rows.data_ptr(),
             0 if biases is None else biases.down.data_ptr(),
             activated.data_ptr(),
             d_gate.data_ptr(),
             d_up.data_ptr(),
             d_topk_weights.data_ptr(),
             gate.shape[1] // VALUES_PER_CHUNK,
-            d_rows.shape[1] // VALUES_PER_CHUNK,
+            0 if d_rows is None else d_rows.shape[1] // VALUES_PER_CHUNK,
             gate.stride(0) // VALUES_PER_CHUNK,
             d_gate.stride(0) // VALUES_PER_CHUNK,
         )
@@ -203,7 +211,7 @@ class KernelSteps:
             **_row_tensors(rows),
             **_bias_tensors(biases),
         }
-        if biases is not None:
+        if biases is not None and d_rows is not None:
             read["d_rows"] = d_rows
         written = {
             "activated": activated,
@@ -341,6 +349,61 @@ class KernelSteps:
             expert_end=rows.offs,
         )
         return product
+
+    def quantize_columns(
+        self, values: torch.Tensor, rows: Rows, *, gathers: bool = False
+    ) -> QuantizedColumns:
+        return self._quantized_columns(values, rows, None, gathers=gathers)
+
+    def quantize_both(
+        self, values: torch.Tensor, rows: Rows
+    ) -> tuple[torch.Tensor, QuantizedColumns]:
+        quantized = values.new_empty(values.shape[0], quantized_width(values.shape[1]))
+        return quantized, self._quantized_columns(values, rows, quantized)
+
+    def _quantized_columns(
+        self,
+        values: torch.Tensor,
+        rows: Rows,
+        quantized: torch.Tensor | None,
+        *,
+        gathers: bool = False,
+    ) -> QuantizedColumns:
+        """quantized: where rows are stored, too, or None."""
+        values = aligned(values)
+        num_columns, num_experts = values.shape[1], rows.offs.shape[0]
+        num_blocks = max_row_blocks(rows.num_rows, num_experts)
+        num_column_blocks = num_columns // K_GROUP
+        columns = QuantizedColumns(
+            values.new_empty(num_blocks, num_columns, K_GROUP, dtype=torch.float8_e4m3fn),
+            values.new_empty(num_blocks, num_column_blocks, dtype=torch.float32),
+        )
+        args = QuantizeColumnsArgs(
+            _rows_args(rows),
+            values.data_ptr(),
+            columns.values.data_ptr(),
+            columns.scales.data_ptr(),
+            0 if quantized is None else quantized.data_ptr(),
+            rows.num_topk,
+            num_columns,
+        )
+        config = QuantizeColumnsConfig(
+            gathers=gathers, stores_rows=quantized is not None, arch=self.arch
+        )
+        read = {"values": values, **_row_tensors(rows)}
+        written = {"columns": columns.values, "scales": columns.scales}
+        if quantized is not None:
+            written["quantized"] = quantized
+        launch(self.gpu, config, args, num_blocks * num_column_blocks, read, written)
+        return columns
+
+    def quantized_weight_gradient(
+        self, inputs: QuantizedColumns, d_outputs: QuantizedColumns, rows: Rows
+    ) -> torch.Tensor:
+        sizes = inputs.values.shape[1], d_outputs.values.shape[1]
+        gradient = inputs.values.new_empty(rows.offs.shape[0], *sizes, dtype=torch.bfloat16)
+        sum_rows(inputs, d_outputs, rows.offs, gradient, self.gpu, self.arch)
+        return gradient
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
         rounded = torch.empty_like(weights)

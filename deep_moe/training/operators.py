@@ -18,7 +18,15 @@ from deep_moe.heuristics.training import num_padded_rows
 from deep_moe.targets import products_target, target_of
 from deep_moe.tensor_memory import check_memory
 
-from .experts import FP8_PRECISIONS, Experts, Linear1, Transposed, Weights, widened
+from .experts import (
+    FP8_DATA_GRADIENTS,
+    FP8_PRECISIONS,
+    Experts,
+    Linear1,
+    Transposed,
+    Weights,
+    widened,
+)
 from .kernel_steps import KernelSteps
 from .quantized import QuantizedWeights, quantized_width
 from .rows import Rows
@@ -206,7 +214,7 @@ def _transposed_fake(
 ) -> list[torch.Tensor]:
     found = []
     for weight in weights:
-        if weight is None or precision != "fp8_dgrad" or recompute:
+        if weight is None or precision not in FP8_DATA_GRADIENTS or recompute:
             found += [x.new_empty(0), x.new_empty(0)]
             continue
         num_experts, *sizes = weight.shape

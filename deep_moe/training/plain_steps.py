@@ -10,7 +10,14 @@ from deep_moe.formats.float_scaled import dequantize_e4m3_float
 from deep_moe.heuristics.products import K_GROUP
 from deep_moe.heuristics.training import ROW_ALIGNMENT, num_padded_rows
 
-from .quantized import QuantizedWeights, parts_of_rows, quantized_rows, quantized_weights
+from .quantized import (
+    QuantizedColumns,
+    QuantizedWeights,
+    parts_of_rows,
+    quantized_columns,
+    quantized_rows,
+    quantized_weights,
+)
 from .rows import Rows
 from .steps import Biases
 
@@ -77,7 +84,7 @@ class PlainSteps:
         rows: Rows,
         *,
         d_activated: torch.Tensor,
-        d_rows: torch.Tensor,
+        d_rows: torch.Tensor | None,
         topk_weights: torch.Tensor,
         d_gate: torch.Tensor,
         d_up: torch.Tensor,
@@ -92,6 +99,7 @@ class PlainSteps:
         d_wide = d_activated.to(wide)
         d_weight = (activated * d_wide).sum(1)
         if biases is not None:
+            assert d_rows is not None
             experts = _expert_of_row(rows)
             d_weight = d_weight + (biases.down[experts] * d_rows.to(wide)).sum(1)
         d_weighted = d_wide * weight
@@ -163,6 +171,34 @@ class PlainSteps:
             product[begin:end] = (wide[begin:end] @ matrix.t()).to(product.dtype)
             begin = end
         return product
+
+    def quantize_columns(
+        self, values: torch.Tensor, rows: Rows, *, gathers: bool = False
+    ) -> QuantizedColumns:
+        return quantized_columns(self.gather(values, rows) if gathers else values, rows.offs)
+
+    def quantize_both(
+        self, values: torch.Tensor, rows: Rows
+    ) -> tuple[torch.Tensor, QuantizedColumns]:
+        return quantized_rows(values), quantized_columns(values, rows.offs)
+
+    def quantized_weight_gradient(
+        self, inputs: QuantizedColumns, d_outputs: QuantizedColumns, rows: Rows
+    ) -> torch.Tensor:
+        offs = rows.offs.tolist()
+        sizes = inputs.values.shape[1], d_outputs.values.shape[1]
+        gradient = torch.empty(len(offs), *sizes, dtype=torch.bfloat16, device=rows.offs.device)
+        begin, block = 0, 0
+        for expert, end in enumerate(offs):
+            num_blocks = max(-(-(end - begin) // K_GROUP), 1)
+            own = slice(block, block + num_blocks)
+            x, d = (
+                part.values[own].float() * part.scales[own].repeat_interleave(K_GROUP, 1)[..., None]
+                for part in (inputs, d_outputs)
+            )
+            gradient[expert] = torch.einsum("bir,bjr->ij", x, d).bfloat16()
+            begin, block = end, block + num_blocks
+        return gradient
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
         rounded = torch.empty_like(weights)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from .quantized import QuantizedColumns
 from .rows import Rows
 from .steps import Steps
 from .ways import LocalWays
@@ -45,6 +46,9 @@ class ProcessGroupWays:
 
     def gather(self, received: torch.Tensor, *, rounds_to_mxfp8: bool = False) -> torch.Tensor:
         return self.local.gather(received, rounds_to_mxfp8=rounds_to_mxfp8)
+
+    def gather_columns(self, received: torch.Tensor) -> QuantizedColumns:
+        return self.local.gather_columns(received)
 
     def receive_weights(self, topk_weights: torch.Tensor) -> torch.Tensor:
         slots = self.sent.slot_of_row.long()

@@ -26,6 +26,26 @@ class QuantizedWeights:
     scales: torch.Tensor
 
 
+@dataclass(frozen=True)
+class QuantizedColumns:
+    """Rows in blocks of 128 of an expert, from its first one, transposed: operands of products
+    whose sums go over rows. What is left of an expert's last block is zero. An expert without rows
+    has a block of zeros. There are as many blocks as there can be; those behind the last expert's
+    hold anything. values: float8_e4m3fn [blocks, K, 128]. scales: float32 [blocks, K / 128]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+def max_row_blocks(num_rows: int, num_experts: int) -> int:
+    """Blocks of 128 rows, however the rows fall on the experts.
+
+    >>> max_row_blocks(300, num_experts=2)  # 172 and 128, or 1 and 299: 3 and 4
+    4
+    """
+    return num_rows // K_GROUP + num_experts
+
+
 def quantized_width(num_values: int) -> int:
     """BF16 values that a quantized row takes the place of.
 
@@ -52,6 +72,21 @@ def quantized_rows(values: torch.Tensor) -> torch.Tensor:
     ):
         part.copy_(quantized)
     return rows
+
+
+def quantized_columns(values: torch.Tensor, offs: torch.Tensor) -> QuantizedColumns:
+    """BF16 [R, K] of experts whose rows end at offs, quantized in PyTorch."""
+    num_values = values.shape[1]
+    num_blocks = max_row_blocks(values.shape[0], len(offs))
+    begin, block = 0, 0
+    blocks = values.new_zeros(num_blocks, K_GROUP, num_values)
+    for end in offs.tolist():
+        rows = values[begin:end].split(K_GROUP)
+        for place, part in enumerate(rows):
+            blocks[block + place, : len(part)] = part
+        begin, block = end, block + max(len(rows), 1)
+    quantized = quantized_weights(blocks)
+    return QuantizedColumns(quantized.values, quantized.scales.squeeze(2))
 
 
 def quantized_weights(weights: torch.Tensor) -> QuantizedWeights:

@@ -14,7 +14,7 @@ import torch
 
 from deep_moe.activations import GatedActivation
 
-from .quantized import QuantizedWeights
+from .quantized import QuantizedColumns, QuantizedWeights
 from .rows import Rows
 
 
@@ -65,7 +65,7 @@ class Steps(Protocol):
         rows: Rows,
         *,
         d_activated: torch.Tensor,
-        d_rows: torch.Tensor,
+        d_rows: torch.Tensor | None,
         topk_weights: torch.Tensor,
         d_gate: torch.Tensor,
         d_up: torch.Tensor,
@@ -74,7 +74,7 @@ class Steps(Protocol):
         [R, I] and the gradient of these [tokens, topk].
 
         d_activated [R, I], d_rows [R, H]: gradients of the activation's output and of the layer's,
-        both without the slots' weights.
+        both without the slots' weights. d_rows is only read with biases.
         """
         ...
 
@@ -117,6 +117,25 @@ class Steps(Protocol):
     ) -> torch.Tensor:
         """Quantized rows times their experts' weights, BF16 [R, N]. Rows behind the last expert's
         end hold anything."""
+        ...
+
+    def quantize_columns(
+        self, values: torch.Tensor, rows: Rows, *, gathers: bool = False
+    ) -> QuantizedColumns:
+        """Of BF16 rows [R, K], or with gathers of those that `gather` makes of tokens. K is a
+        multiple of 128."""
+        ...
+
+    def quantize_both(
+        self, values: torch.Tensor, rows: Rows
+    ) -> tuple[torch.Tensor, QuantizedColumns]:
+        """`quantize_rows` and `quantize_columns` of rows [R, K], which are read once."""
+        ...
+
+    def quantized_weight_gradient(
+        self, inputs: QuantizedColumns, d_outputs: QuantizedColumns, rows: Rows
+    ) -> torch.Tensor:
+        """inputs [R, K] transposed times d_outputs [R, N], of each expert: BF16 [experts, K, N]."""
         ...
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:

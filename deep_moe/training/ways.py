@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from .quantized import QuantizedColumns
 from .rows import Rows
 from .steps import Steps
 
@@ -32,6 +33,10 @@ class Ways(Protocol):
 
     def gather(self, received: torch.Tensor, *, rounds_to_mxfp8: bool = False) -> torch.Tensor:
         """What experts read [R, H], padding zero."""
+        ...
+
+    def gather_columns(self, received: torch.Tensor) -> QuantizedColumns:
+        """`Steps.quantize_columns` of what experts read."""
         ...
 
     def receive_weights(self, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -85,6 +90,9 @@ class LocalWays:
 
     def gather(self, received: torch.Tensor, *, rounds_to_mxfp8: bool = False) -> torch.Tensor:
         return self.steps.gather(received, self.rows, rounds_to_mxfp8=rounds_to_mxfp8)
+
+    def gather_columns(self, received: torch.Tensor) -> QuantizedColumns:
+        return self.steps.quantize_columns(received, self.rows, gathers=True)
 
     def receive_weights(self, topk_weights: torch.Tensor) -> torch.Tensor:
         return topk_weights

@@ -23,7 +23,7 @@ from deep_moe.activations import GatedActivation
 from deep_moe.formats.block_scaled import GROUP_SIZE, quantize_e4m3_groups, ue8m0_to_float
 from deep_moe.formats.float_scaled import GROUP_SIZE as FP8_GROUP
 from deep_moe.formats.float_scaled import MIN_AMAX, quantize_e4m3_float
-from deep_moe.training.experts import FP8_PRECISIONS, Precision
+from deep_moe.training.experts import FP8_DATA_GRADIENTS, FP8_PRECISIONS, Precision
 
 _HALF_BF16_UNIT = 2.0**-8  # of a number, at most
 _SMALLEST_BF16 = 2.0**-134  # half of it
@@ -222,7 +222,7 @@ def _slots_of(
     gate_slope = _through(activation.gate_slope, gate).wider(_SLOPE_ERROR * (1 + gate.most))
     up_slope = _through(activation.up_slope, up).wider(_SLOPE_ERROR * (1 + up.most))
     activated = gate_factor * up_factor
-    quantizes_data_gradients = formula.precision == "fp8_dgrad"
+    quantizes_data_gradients = formula.precision in FP8_DATA_GRADIENTS
     if quantizes_data_gradients:
         d_activated = (Ball.exact(_fp8(d_out.center)) @ down_weights.t).rounded()
     else:
@@ -246,13 +246,18 @@ def _slots_of(
     # A weight is three BF16 numbers, each a product of its own; the second is 2^-8 of the first.
     most = (d_out.most * column.most).sum(0)
     d_down_bias = d_down_bias.rounded().wider(_HALF_BF16_UNIT * 2.0**-7 * most)
+    weighted = (activated * column).rounded()
+    factors = [(x, d_gate), (x, d_up), (weighted, d_out)]
+    if formula.precision == "fp8_wgrad":
+        factors = [(_rounded_in_blocks(a), _rounded_in_blocks(b)) for a, b in factors]
+    d_w1, d_w3, d_w2 = ((a.t @ b).rounded() for a, b in factors)
     return {
         "out": column * row,
         "x": d_row,
         "topk_weights": d_weight,
-        "w1": (x.t @ d_gate).rounded(),
-        "w3": (x.t @ d_up).rounded(),
-        "w2": ((activated * column).rounded().t @ d_out).rounded(),
+        "w1": d_w1,
+        "w3": d_w3,
+        "w2": d_w2,
         "b1": _sum(d_gate, 0).rounded(),
         "b3": _sum(d_up, 0).rounded(),
         "b2": d_down_bias,
@@ -315,12 +320,35 @@ def _fp8_weights(weights: torch.Tensor) -> torch.Tensor:
     return rounded.view(blocks.shape).transpose(1, 2).reshape(weights.shape)
 
 
-def _rounded_to_fp8(ball: Ball) -> Ball:
-    """With a scale that makes the largest of 128 neighbours 448, rounded like the factor."""
-    largest = ball.most.unflatten(-1, (-1, FP8_GROUP)).amax(-1, keepdim=True).clamp(min=MIN_AMAX)
-    smallest = (largest / _E4M3_MAX * _HALF_E4M3_SMALLEST).expand(-1, -1, FP8_GROUP)
+def _rounded_to_fp8(ball: Ball, group: int = FP8_GROUP) -> Ball:
+    """With a scale that makes the largest of so many neighbours 448, rounded like the factor."""
+    groups = ball.most.unflatten(-1, (-1, group))
+    largest = groups.amax(-1, keepdim=True).clamp(min=MIN_AMAX)
+    smallest = (largest / _E4M3_MAX * _HALF_E4M3_SMALLEST).expand(groups.shape)
     scales_error = 4 * _HALF_FP32_UNIT
     return ball.wider(ball.most * (_HALF_E4M3_UNIT + scales_error) + smallest.flatten(-2))
+
+
+def _rounded_in_blocks(ball: Ball) -> Ball:
+    """Rows of an expert and columns, 128 x 128 of which share a scale. Exact values stay exact."""
+    num_rows = len(ball.center)
+    padded = [
+        torch.nn.functional.pad(part, (0, 0, 0, -num_rows % FP8_GROUP))
+        for part in (ball.center, ball.radius)
+    ]
+    if not ball.radius.any():
+        return Ball.exact(_fp8_weights(padded[0])[:num_rows])
+    blocks = [
+        part.unflatten(1, (-1, FP8_GROUP)).unflatten(0, (-1, FP8_GROUP)).transpose(1, 2)
+        for part in padded
+    ]
+    rounded = _rounded_to_fp8(Ball(*(part.flatten(2) for part in blocks)), FP8_GROUP**2)
+    return Ball(
+        *(
+            part.view(blocks[0].shape).transpose(1, 2).reshape(padded[0].shape)[:num_rows]
+            for part in (rounded.center, rounded.radius)
+        )
+    )
 
 
 def _rounded_to_e4m3(ball: Ball) -> Ball:

@@ -58,7 +58,7 @@ AXES: dict[str, tuple[Any, ...]] = {
         (40, 4, 128, 32),
     ),
     "steps": (None, *ARCHS[:2]),  # PyTorch's, or a target's kernels: other targets have these, too
-    "precision": ("bf16", "mxfp8", "fp8", "fp8_dgrad"),
+    "precision": ("bf16", "mxfp8", "fp8", "fp8_dgrad", "fp8_wgrad"),
     "w1 and w3": ("apart", "in one"),
     "activation": tuple(
         case

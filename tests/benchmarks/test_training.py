@@ -37,7 +37,11 @@ def test_frozen_paths_are_those_that_quantize(case: training.Case) -> None:
     quantized = training.paths_of(case)
     with ExitStack() as stack:
         frozen = training.frozen_paths(case, list(training.FROZEN_PATHS), stack)
-        for name, same in (("frozen", "fp8"), ("frozen-dgrad", "fp8-dgrad")):
+        for name, same in (
+            ("frozen", "fp8"),
+            ("frozen-dgrad", "fp8-dgrad"),
+            ("frozen-wgrad", "fp8-wgrad"),
+        ):
             for found, expected in zip(frozen[name](), quantized[same](), strict=True):
                 assert torch.equal(found, expected)
         assert all(entry._copies for entry in kept_weights._kept.values())
@@ -225,7 +229,7 @@ def test_ligers_memory_is_for_the_layer_and_ends_with_it(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("capability", "has_fp8"), [((9, 0), True), ((10, 0), False)])
 def test_fp8_is_timed_where_there_are_products(capability: tuple[int, int], has_fp8: bool) -> None:
     paths = training.default_paths(capability)
-    fp8_paths = {"fp8", "fp8-dgrad", "frozen", "frozen-dgrad"}
+    fp8_paths = {"fp8", "fp8-dgrad", "fp8-wgrad", "frozen", "frozen-dgrad", "frozen-wgrad"}
     assert fp8_paths & set(paths) == (fp8_paths if has_fp8 else set())
     assert set(paths) | fp8_paths == set(training.PATHS)
 

@@ -12,7 +12,7 @@ import torch
 
 from deep_moe.activations import GeluTanh, Situ, Swiglu, SwigluStep
 
-from ..training import test_grouped_product, test_kernels
+from ..training import test_grouped_product, test_kernels, test_weight_gradients
 from .catalogue import Mutation
 from .planting import check_edits, noticed_in, planted_in_headers
 from .product_catalogue import PRODUCT_MUTATIONS
@@ -55,6 +55,9 @@ def check_training_kernels() -> None:
     test_kernels.test_quantized_rows_are_bit_equal(640)
     test_kernels.test_dequantized_rows_are_bit_equal()
     test_kernels.test_activation_is_quantized()
+    for gathers in (False, True):
+        test_kernels.test_quantized_columns_are_bit_equal(gathers)
+    test_kernels.test_rows_and_columns_quantized_at_once_are_those_of_each()
     for by_columns in (False, True):
         test_kernels.test_quantized_weights_are_bit_equal(by_columns)
         test_kernels.test_weights_quantized_both_ways_are_those_of_each(by_columns)
@@ -63,6 +66,8 @@ def check_training_kernels() -> None:
 def check_products() -> None:
     for name in test_grouped_product.CASES:
         test_grouped_product.test_products_are_right(name)
+    for name in test_weight_gradients.CASES:
+        test_weight_gradients.test_sums_are_right(name)
 
 
 CHECKS = {check_training_kernels: TRAINING_MUTATIONS, check_products: PRODUCT_MUTATIONS}

@@ -59,5 +59,14 @@ TRAINING_MUTATIONS = (
     M("row_behind_the_last", replaced("row_exists", "< args_.num_rows", "<= args_.num_rows"), "result|misuse|race"),
     M("maxima_read_early", removed("maxima_stored"), "race|misuse"),
     M("transposed_too_early", removed("block_transposed"), "race|misuse"),
+    M("column_of_the_next_block", replaced("transposed_columns", ">= num_columns", "> num_columns"), "result|misuse|race"),
+    # ---- columns
+    M("no_block_of_zeros", replaced("block_of_zeros", "1u", "0u"), "result|misuse"),
+    M("block_of_two_experts", replaced("end_of_row_block", "min(begin + rows_per_block, rows_end)", "begin + rows_per_block"), "result|misuse"),
+    M("rows_behind_a_block", replaced("rows_of_block", ">= rows.end", ">= rows.begin + Block::size"), "result|misuse"),
+    M("padding_has_a_token", replaced("padding_of_block", "row < 0", "row < -1"), "result|misuse"),
+    M("token_is_its_slot", replaced("token_of_slot", "args.num_topk", "1"), "result|misuse"),
+    M("rows_of_the_next_block_stored", replaced("rows_of_block_exist", "row < rows.end", "true"), "result|misuse|race"),
+    M("scale_of_the_first_columns", replaced("scale_of_columns", "[first]", "[first - column_block]"), "result|race"),
     M("one_columns_scale", replaced("weight_amax", "pairs[i] & 0x7fff0000u", "low_amax"), "result"),
 )  # fmt: skip

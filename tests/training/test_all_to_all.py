@@ -81,10 +81,19 @@ def of_ranks(
         ((0, 6), {"fused": True, "precision": "mxfp8"}),
         ((3, 4), {"fused": True, "precision": "fp8", "intermediate": 128}),
         ((3, 4), {"fused": True, "precision": "fp8_dgrad", "intermediate": 128}),
+        ((3, 4), {"fused": True, "precision": "fp8_wgrad", "intermediate": 128}),
         ((4, 3), {"fused": True, "quantize_kept": True, "intermediate": 128}),
         pytest.param((4, 0, 3), {"fused": True}, marks=pytest.mark.slow),
     ],
-    ids=["uneven", "an empty rank, mxfp8", "fp8", "fp8_dgrad", "quantized", "three ranks"],
+    ids=[
+        "uneven",
+        "an empty rank, mxfp8",
+        "fp8",
+        "fp8_dgrad",
+        "fp8_wgrad",
+        "quantized",
+        "three ranks",
+    ],
 )
 def test_ranks_have_the_bits_of_one_rank(
     run_ranks: RunRanks, num_tokens: Sequence[int], kind: dict[str, Any]

@@ -49,7 +49,7 @@ def bf16(*shape: int) -> torch.Tensor:
         ("w2", bf16(5, 24, 8), ValueError, r"w2 must have shape \(5, 24, 16\)"),
         ("w2", bf16(5, 24, 16).to("meta"), ValueError, "w2 must be on cpu"),
         ("b1", torch.zeros(5, 24), ValueError, "b3 must be a tensor where another bias is"),
-        ("precision", "fp4", ValueError, "precision must be .* or 'fp8_dgrad'; got 'fp4'"),
+        ("precision", "fp4", ValueError, "precision must be .* or 'fp8_wgrad'; got 'fp4'"),
         ("precision", "fp8", ValueError, "hidden must be a multiple of 128 with precision"),
         ("precision", "mxfp8", ValueError, "hidden must be a multiple of 32 with precision"),
         ("activation", "gelu", ValueError, "activation must be one of"),

@@ -9,10 +9,11 @@ import torch
 
 import deep_moe
 from deep_moe.training import kept_weights
+from deep_moe.training.experts import FP8_DATA_GRADIENTS
 from deep_moe.training.plain_steps import PlainSteps
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOKENS = 128, 256, 2, 6
-PRECISIONS = ("fp8", "mxfp8", "fp8_dgrad")
+PRECISIONS = ("fp8", "mxfp8", "fp8_dgrad", "fp8_wgrad")
 
 
 def layer_of(precision: str, **options: bool) -> deep_moe.MoELayer:
@@ -63,7 +64,7 @@ def test_each_weight_is_quantized_once_and_compared_once(
     layer = layer_of(precision, **options)
     # Data gradients take weights in the other order, which the forward pass makes on the way unless
     # nothing is kept for the backward pass.
-    is_apart = precision == "fp8_dgrad" and layer.recompute
+    is_apart = precision in FP8_DATA_GRADIENTS and layer.recompute
     num_copies = len(list(layer.parameters())) * (2 if is_apart else 1)
     wanted = [run(layer, seed) for seed in range(3)]
     counted.clear()

@@ -23,7 +23,7 @@ BF16_ERROR = 4 * 2.0**-9
 # 2^-3.
 E4M3_ERROR = BF16_ERROR + (2.0**-9 * 2.0**-3) ** 0.5
 # The activation's output is rounded in the forward pass, Linear1's gradients in the backward pass.
-OF_E4M3 = {"fp8": {"out"}, "fp8_dgrad": {"out", "x"}}
+OF_E4M3 = {"fp8": {"out"}, "fp8_dgrad": {"out", "x"}, "fp8_wgrad": {"out", "x", "w1", "w2"}}
 SIZES = {"hidden": 256, "intermediate": 96}
 KINDS: dict[str, dict[str, Any]] = {
     "swiglu": {},
@@ -33,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "quantized": {"quantize_kept": True, "intermediate": 128},
     "fp8": {"precision": "fp8", "biases": True, "intermediate": 128},
     "fp8_dgrad": {"precision": "fp8_dgrad", "fused": True, "intermediate": 128},
+    "fp8_wgrad": {"precision": "fp8_wgrad", "fused": True, "intermediate": 128},
 }
 
 
@@ -159,7 +160,7 @@ def test_another_architectures_kernels_are_refused() -> None:
         layer(arch="sm_100a" if own[0] == 9 else "sm_90a")
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_dgrad"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8_dgrad", "fp8_wgrad"])
 @pytest.mark.parametrize("num_tokens", [1, 7])
 def test_hoppers_sums_differ_from_a_cpus_no_more_than_that(
     kind: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch

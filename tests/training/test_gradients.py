@@ -57,7 +57,7 @@ def test_bf16_is_the_plain_formula_but_for_rounding(kind: dict[str, Any]) -> Non
     assert_close(layer.run(), {"out": out.detach(), **expected.gradients(out)}, bound)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8", "fp8_dgrad"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8", "fp8_dgrad", "fp8_wgrad"])
 def test_recomputed_is_bit_equal(precision: str) -> None:
     layer = Layer.random(hidden=128, intermediate=128, biases=True, precision=precision)
     assert_equal_bits(layer.run(), layer.run(recompute=True))
@@ -173,7 +173,7 @@ def test_no_tokens(arch: str | None) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8", "fp8_dgrad"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8", "fp8_dgrad", "fp8_wgrad"])
 def test_no_finite_value_stays_in_its_token(value: float, precision: str) -> None:
     layer = Layer.random(hidden=128, intermediate=128, precision=precision)
     layer.topk_idx[4, 0] = 1
@@ -251,7 +251,7 @@ def test_gradients_of_views_are_taken() -> None:
 
 
 @pytest.mark.parametrize("arch", [None, "sm_90a"])
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8", "fp8_dgrad"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8", "fp8_dgrad", "fp8_wgrad"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_weights_may_be_stored_by_columns(fused: bool, precision: str, arch: str | None) -> None:
     """As [experts, out, in], of which transposed views are given."""

@@ -145,8 +145,9 @@ def test_errors_of_out_and_arch() -> None:
         deep_moe.grouped_product(*operands, arch="sm_80")
 
 
-def test_no_spills_and_no_serialized_products() -> None:
-    config = GroupedProductConfig(arch="sm_90a")
+@pytest.mark.parametrize("sums_rows", [False, True])
+def test_no_spills_and_no_serialized_products(sums_rows: bool) -> None:
+    config = GroupedProductConfig(sums_rows=sums_rows, arch="sm_90a")
     compilation = jit.compile_source(
         jit.render_kernel(config),
         arch=config.arch,

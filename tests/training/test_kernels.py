@@ -10,7 +10,7 @@ import torch
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
 from deep_moe.training.kernel_steps import KernelSteps
 from deep_moe.training.plain_steps import PlainSteps, mxfp8_rounded
-from deep_moe.training.quantized import parts_of_rows
+from deep_moe.training.quantized import QuantizedColumns, parts_of_rows
 from deep_moe.training.rows import Rows
 from deep_moe.training.steps import Biases
 
@@ -253,6 +253,43 @@ def test_weights_quantized_both_ways_are_those_of_each(by_columns: bool) -> None
             assert torch.equal(ours.values.view(torch.uint8), plain.values.view(torch.uint8))
 
 
+def columns_of_experts(columns: QuantizedColumns, rows: Rows) -> list[torch.Tensor]:
+    """The bits that mean something."""
+    counts = rows.offs.diff(prepend=rows.offs.new_zeros(1)).tolist()
+    own = slice(sum(max(-(-count // 128), 1) for count in counts))
+    return [columns.values[own].view(torch.uint8), bits(columns.scales[own])]
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_quantized_columns_are_bit_equal(gathers: bool) -> None:
+    """Of experts with several blocks, with one and with none; more experts than a warp has
+    lanes."""
+    topk_idx = torch.full((150, 2), -1)
+    topk_idx[:, 0], topk_idx[:9, 1] = 1, 39
+    rows = PLAIN.route(topk_idx, 41)
+    values = random(150 if gathers else rows.num_rows, 384).bfloat16()
+    values[3, 5], values[140, 200], values[:, 256:] = float("nan"), float("inf"), 0
+    ours, plain = (s.quantize_columns(values, rows, gathers=gathers) for s in (KERNELS, PLAIN))
+    found, expected = columns_of_experts(ours, rows), columns_of_experts(plain, rows)
+    assert len(found[0]) == 42
+    for own, other in zip(found, expected, strict=True):
+        assert torch.equal(own, other)
+
+
+def test_rows_and_columns_quantized_at_once_are_those_of_each() -> None:
+    topk_idx = torch.tensor([[0, 2]]).expand(130, 2).contiguous()
+    rows = PLAIN.route(topk_idx, 4)
+    values = random(rows.num_rows, 256).bfloat16()
+    quantized, columns = KERNELS.quantize_both(values, rows)
+    expected = quantized_bytes(PLAIN.quantize_rows(values), 256)
+    for own, other in zip(quantized_bytes(quantized, 256), expected, strict=True):
+        assert torch.equal(own[used(rows)], other[used(rows)])
+    apart = columns_of_experts(PLAIN.quantize_columns(values, rows), rows)
+    for found in (columns, PLAIN.quantize_both(values, rows)[1]):
+        for own, other in zip(columns_of_experts(found, rows), apart, strict=True):
+            assert torch.equal(own, other)
+
+
 def test_activation_is_quantized() -> None:
     """Bit for bit, of what it is in BF16."""
     rows = routed()
@@ -264,9 +301,10 @@ def test_activation_is_quantized() -> None:
         assert torch.equal(own[used(rows)], other[used(rows)])
 
 
+@pytest.mark.parametrize("precision", ["fp8", "fp8_wgrad"])
 @pytest.mark.parametrize("options", [{}, {"biases": True, "fused": True}])
-def test_whole_layers_of_quantized_products(options: dict[str, Any]) -> None:
-    layer = Layer.random(hidden=256, intermediate=128, precision="fp8", **options)
+def test_whole_layers_of_quantized_products(options: dict[str, Any], precision: str) -> None:
+    layer = Layer.random(hidden=256, intermediate=128, precision=precision, **options)
     assert_close(layer.run(arch="sm_90a"), layer.run(), bound=2.0**-9)
 
 

@@ -39,7 +39,7 @@ def test_fakes_agree_where_what_is_kept_is_quantized(fused: bool) -> None:
     torch.library.opcheck(moe_op, arguments(layer, False, quantize_kept=True), test_utils=tests)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8", "fp8_dgrad"])
+@pytest.mark.parametrize("precision", ["bf16", "mxfp8", "fp8", "fp8_dgrad", "fp8_wgrad"])
 def test_compiled_without_a_break(precision: str) -> None:
     layer = Layer.random(hidden=128, intermediate=128, biases=True, precision=precision)
     names = list(layer.tensors)

@@ -15,6 +15,7 @@ from deep_moe.heuristics.training import (
     DequantizeRowsConfig,
     GatherRowsConfig,
     PlaceSlotsConfig,
+    QuantizeColumnsConfig,
     QuantizeRowsConfig,
     QuantizeWeightsConfig,
     RoundWeightsConfig,
@@ -51,6 +52,8 @@ def configs(arch: str) -> list[TrainingConfig]:
         QuantizeWeightsConfig(arch=arch),
         QuantizeWeightsConfig(stores_same=False, stores_transposed=True, arch=arch),
         QuantizeWeightsConfig(stores_transposed=True, arch=arch),
+        QuantizeColumnsConfig(gathers=True, arch=arch),
+        QuantizeColumnsConfig(stores_rows=True, arch=arch),
         RoundWeightsConfig(arch=arch),
     ]
 

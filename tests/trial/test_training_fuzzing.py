@@ -60,6 +60,7 @@ PLAIN |= {"kept": "as usual"}
         ("mxfp8", "as usual", -1.0),
         ("fp8", "as usual", -1.0),
         ("fp8_dgrad", "as usual", -1.0),
+        ("fp8_wgrad", "as usual", -1.0),
     ],
 )
 @pytest.mark.parametrize("name", ["out", "x", "topk_weights", "w1", "w2"])

@@ -1,5 +1,6 @@
 // y[rows of expert e] = x[rows of expert e] times weight[e] transposed, where both are E4M3: x with
-// a scale for each row and 128 values along K, weights with one for each 128 x 128. SM90.
+// a scale for each row and 128 values along K, weights with one for each 128 x 128. SM90. With
+// Config::sums_rows the sums go over the rows of each expert (products/args.cuh).
 //
 // Grid: any number of clusters, a CTA per SM; each cluster takes every num_clusters-th turn.
 //

@@ -9,43 +9,21 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/formats/bf16_chunk.cuh"
 #include "deep_moe/formats/float_scale.cuh"
 #include "deep_moe/math.cuh"
-#include "deep_moe/ptx/permute.cuh"
-#include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/training/args.cuh"
+#include "deep_moe/training/value_block.cuh"
 
 namespace deep_moe {
 
-// words[i] byte j <-> words[j] byte i.
-__device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
-    const uint32_t low01 = ptx::prmt(words[0], words[1], 0x5140);
-    const uint32_t low23 = ptx::prmt(words[2], words[3], 0x5140);
-    const uint32_t high01 = ptx::prmt(words[0], words[1], 0x7362);
-    const uint32_t high23 = ptx::prmt(words[2], words[3], 0x7362);
-    words[0] = ptx::prmt(low01, low23, 0x5410);
-    words[1] = ptx::prmt(low01, low23, 0x7632);
-    words[2] = ptx::prmt(high01, high23, 0x5410);
-    words[3] = ptx::prmt(high01, high23, 0x7632);
-}
-
-// One thread's part of a block: 8 neighbouring columns of 4 neighbouring rows, and of the 4 rows
-// that lie 64 behind.
 template <class Config>
 class WeightBlock {
-    static constexpr uint32_t size = 128;
-    static constexpr uint32_t chunks_per_row = size / values_per_chunk;
-    static constexpr uint32_t num_chunks = size * chunks_per_row / Config::num_threads;
-    static constexpr uint32_t num_warps = Config::num_threads / warp_size;
-    static constexpr uint32_t words_per_column = size / 4;
-    static_assert(Config::num_threads == 256);
+    using Block = ValueBlock;
+    static constexpr uint32_t size = Block::size;
+    static_assert(Config::num_threads == Block::num_threads);
 
  public:
-    __device__ explicit WeightBlock(const QuantizeWeightsArgs& args)
-        : args_(args),
-          chunk_(threadIdx.x % chunks_per_row),
-          first_row_(threadIdx.x / chunks_per_row * 4) {
+    __device__ explicit WeightBlock(const QuantizeWeightsArgs& args) : args_(args) {
         // Neighbouring CTAs write neighbours.
         const uint32_t idx = blockIdx.x;
         if constexpr (Config::stores_transposed) {
@@ -59,17 +37,22 @@ class WeightBlock {
     }
 
     __device__ __forceinline__ void run() {
-        uint4 chunks[num_chunks];
+        Block::Chunks chunks;
         load(chunks);
-        const FloatScale<false> scale(largest(chunks));
+        const FloatScale<false> scale(Block::largest(chunks));
         if (threadIdx.x == 0) store_scale(scale.scale);
-        uint2 bytes[num_chunks];
-#pragma unroll
-        for (uint32_t i = 0; i < num_chunks; ++i) {
-            bytes[i] = quantize_chunk(chunks[i], scale.factor);
-        }
+        Block::Bytes bytes;
+        Block::quantize(chunks, scale.factor, bytes);
         if constexpr (Config::stores_same) store_same(bytes);
-        if constexpr (Config::stores_transposed) store_transposed(bytes);
+        if constexpr (Config::stores_transposed) {
+            const uint32_t first_column = column_block_ * size;
+            Block::store_transposed(
+                bytes,
+                static_cast<uint8_t*>(args_.transposed) +
+                    (uint64_t{expert_} * args_.num_columns + first_column) * args_.num_rows +
+                    row_block_ * size,
+                args_.num_rows, args_.num_columns - first_column);
+        }
     }
 
  private:
@@ -85,15 +68,14 @@ class WeightBlock {
     __device__ bool has_row(uint32_t row) const {
         return row_block_ * size + row < args_.num_rows;  //~ row_exists
     }
-    // Of chunk i, in the block.
-    __device__ uint32_t row_of(uint32_t i) const { return first_row_ + i / 4 * 64 + i % 4; }
-    // Of all chunks, in the block.
-    __device__ uint32_t first_column() const { return chunk_ * values_per_chunk; }
+    // Of chunk i, and of all chunks, in the block.
+    static __device__ uint32_t row_of(uint32_t i) { return Block::row_of(i); }
+    static __device__ uint32_t first_column() { return Block::first_column(); }
 
-    __device__ __forceinline__ void load(uint4 (&chunks)[num_chunks]) const {
+    __device__ __forceinline__ void load(Block::Chunks& chunks) const {
         const uint16_t* const weights = static_cast<const uint16_t*>(args_.weights);
 #pragma unroll
-        for (uint32_t i = 0; i < num_chunks; ++i) {
+        for (uint32_t i = 0; i < Block::num_chunks; ++i) {
             chunks[i] = uint4{};
             if (!has_column(first_column()) || !has_row(row_of(i))) continue;
             chunks[i] = *reinterpret_cast<const uint4*>(
@@ -115,29 +97,11 @@ class WeightBlock {
         }
     }
 
-    // Bits of the block's largest magnitude.
-    __device__ __forceinline__ uint32_t largest(const uint4 (&chunks)[num_chunks]) const {
-        __shared__ uint32_t of_warps[num_warps];
-        uint32_t amax_bits = 0;
-#pragma unroll
-        for (uint32_t i = 0; i < num_chunks; ++i) {
-            amax_bits = max(amax_bits, chunk_amax_bits(chunks[i]));
-        }
-        amax_bits = group_maximum<warp_size>(amax_bits);
-        const uint32_t warp_idx = ptx::warp_idx();
-        if (ptx::lane_idx() == 0) of_warps[warp_idx] = amax_bits;
-        __syncthreads();  //~ maxima_stored
-        amax_bits = 0;
-#pragma unroll
-        for (uint32_t i = 0; i < num_warps; ++i) amax_bits = max(amax_bits, of_warps[i]);
-        return amax_bits;
-    }
-
-    __device__ __forceinline__ void store_same(const uint2 (&bytes)[num_chunks]) const {
+    __device__ __forceinline__ void store_same(const Block::Bytes& bytes) const {
         uint8_t* const same = static_cast<uint8_t*>(args_.same);
         if (!has_column(first_column())) return;
 #pragma unroll
-        for (uint32_t i = 0; i < num_chunks; ++i) {
+        for (uint32_t i = 0; i < Block::num_chunks; ++i) {
             if (!has_row(row_of(i))) continue;
             *reinterpret_cast<uint2*>(same + index(row_block_ * size + row_of(i),
                                                    column_block_ * size + first_column())) =
@@ -145,48 +109,10 @@ class WeightBlock {
         }
     }
 
-    __device__ __forceinline__ void store_transposed(const uint2 (&bytes)[num_chunks]) const {
-        // A word more, so that neighbouring columns have other banks.
-        __shared__ uint32_t words[size][words_per_column + 1];
-#pragma unroll
-        for (uint32_t i = 0; i < num_chunks; i += 4) {
-            uint32_t low[4];
-            uint32_t high[4];
-#pragma unroll
-            for (uint32_t j = 0; j < 4; ++j) {
-                low[j] = bytes[i + j].x;
-                high[j] = bytes[i + j].y;
-            }
-            transpose_bytes(low);
-            transpose_bytes(high);
-#pragma unroll
-            for (uint32_t j = 0; j < 4; ++j) {
-                words[first_column() + j][row_of(i) / 4] = low[j];
-                words[first_column() + j + 4][row_of(i) / 4] = high[j];
-            }
-        }
-        __syncthreads();  //~ block_transposed
-        uint8_t* const transposed = static_cast<uint8_t*>(args_.transposed);
-        const uint32_t first_word = threadIdx.x % 8 * 4;
-#pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) {
-            const uint32_t column = threadIdx.x / 8 + 32 * i;
-            if (!has_column(column)) continue;
-            const uint32_t* const own = words[column] + first_word;
-            const uint64_t first =
-                (uint64_t{expert_} * args_.num_columns + column_block_ * size + column) *
-                    args_.num_rows +
-                row_block_ * size + first_word * 4;
-            *reinterpret_cast<uint4*>(transposed + first) = {own[0], own[1], own[2], own[3]};
-        }
-    }
-
     const QuantizeWeightsArgs& args_;
     uint32_t row_block_;
     uint32_t column_block_;
     uint32_t expert_;
-    uint32_t chunk_;
-    uint32_t first_row_;
 };
 
 template <class Config>

@@ -13,6 +13,14 @@ namespace deep_moe {
 // expert_begin rows e * rows_per_expert and following. With expert_end they are those from
 // expert_end[e - 1] on, or 0, and before expert_end[e]. What of them lies outside of the num_rows
 // rows is left out.
+//
+// With Config::sums_rows each expert has a product of its own: y[expert] = sums over the expert's
+// rows of x[row][i] * weight[row][j]. K are the rows then, in the blocks of
+// training/token_blocks.cuh with expert_end, and both operands are as quantize_columns makes them:
+//   x       E4M3 [num_blocks][num_rows][128], x_sf [num_blocks][num_rows / 128]
+//   weight  E4M3 [num_blocks][N][128], weight_sf [num_blocks][N / 128]
+//   y       bf16 [num_experts][num_rows][N]
+// num_rows and N are multiples of 128. Strides, counts and num_k_blocks are unused.
 struct alignas(64) GroupedProductArgs {
     TensorMap x;                  // E4M3 [1][num_rows][K]
     TensorMap weight;             // E4M3 [num_experts][N][K]

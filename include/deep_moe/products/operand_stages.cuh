@@ -71,9 +71,10 @@ class OperandStages {
 
     // What the math warps know of a tile; num_rows is 0 behind the last one.
     struct Header {
-        uint32_t first_row;
+        uint32_t first_row;  // of y
         uint32_t num_rows;
         uint32_t first_column;
+        uint32_t num_k_blocks;
     };
 
     __device__ explicit OperandStages(uint32_t shared_memory) : begin_(shared_memory) {}
@@ -105,7 +106,7 @@ class OperandStages {
     }
     __device__ Header header(uint32_t slot) const {
         const uint4 words = ptx::ld_shared_v4(header_address(slot));
-        return {words.x, words.y, words.z};
+        return {words.x, words.y, words.z, words.w};
     }
 
     __device__ bool is_loaded(const Ring& ring) const {
@@ -131,9 +132,9 @@ class OperandStages {
         Ring ring;
         Slots slots;
         for (; tiles.next(tile); slots.advance()) {
-            for (uint32_t k_block = 0; k_block < args.num_k_blocks; ++k_block) {
+            for (uint32_t k_block = 0; k_block < tile.num_k_blocks; ++k_block) {
                 await_phase(empty(ring.stage), ring.parity ^ 1);  //~ product_stage_free
-                if (k_block == 0) store_header(slots.stage, tile);
+                if (k_block == 0) store_header(args, slots.stage, tile);
                 ptx::mbarrier_arrive_expect_tx(full(ring.stage), stage_bytes);
                 copy_rows(args, tile, k_block, ring.stage);
                 copy_weights(args, tile, k_block, ring.stage);
@@ -141,7 +142,7 @@ class OperandStages {
             }
         }
         await_phase(empty(ring.stage), ring.parity ^ 1);
-        store_header(slots.stage, {});
+        store_header(args, slots.stage, {});
         for (uint32_t i = 0; i < num_full_arrivals; ++i) ptx::mbarrier_arrive(full(ring.stage));
     }
 
@@ -154,13 +155,9 @@ class OperandStages {
         Ring ring;
         uint32_t num_others = idx;  // k-blocks until the next one of this warp
         while (tiles.next(tile)) {
-            const float* const row_scales = args.x_sf + tile.expert * args.x_sf_expert_stride +
-                                            (tile.first_row + lane_idx * 4) * args.x_sf_row_stride;
             const uint32_t first_block = tile.first_column / columns_per_part;
-            const float* const column_scales =
-                args.weight_sf +
-                (uint64_t{tile.expert} * num_column_blocks + first_block) * args.num_k_blocks;
-            for (uint32_t k_block = 0; k_block < args.num_k_blocks; ++k_block, ring.advance()) {
+            const Scales scales = scales_of(args, tile, num_column_blocks);
+            for (uint32_t k_block = 0; k_block < tile.num_k_blocks; ++k_block, ring.advance()) {
                 if (num_others > 0) {
                     --num_others;
                     continue;
@@ -171,8 +168,8 @@ class OperandStages {
                 for (uint32_t i = 0; i < 4; ++i) {
                     of_rows[i] = 0.0f;
                     if (lane_idx * 4 + i < tile.num_rows) {
-                        of_rows[i] =
-                            row_scales[i * args.x_sf_row_stride + k_block * args.x_sf_k_stride];
+                        of_rows[i] = scales.rows[(lane_idx * 4 + i) * scales.row_stride +
+                                                 k_block * scales.row_k_stride];
                     }
                 }
                 float of_columns[num_parts];
@@ -181,7 +178,8 @@ class OperandStages {
                     of_columns[part] = 0.0f;
                     if (first_block + part < num_column_blocks) {
                         //~ weight_scale_of_block
-                        of_columns[part] = column_scales[part * args.num_k_blocks + k_block];
+                        of_columns[part] = scales.columns[part * scales.column_stride +
+                                                          k_block * scales.column_k_stride];
                     }
                 }
                 await_phase(empty(ring.stage), ring.parity ^ 1);  //~ product_factors_free
@@ -200,40 +198,86 @@ class OperandStages {
     }
 
  private:
+    // Of a tile's first k-block, and how far apart others are.
+    struct Scales {
+        const float* rows;
+        const float* columns;  // of its first 128
+        int64_t row_stride;
+        int64_t row_k_stride;
+        uint32_t column_stride;  // to the next 128
+        uint32_t column_k_stride;
+    };
+
+    static __device__ __forceinline__ Scales scales_of(const GroupedProductArgs& args,
+                                                       const ProductTile& tile,
+                                                       uint32_t num_column_blocks) {
+        const uint32_t column_block = tile.first_column / columns_per_part;
+        if constexpr (Config::sums_rows) {
+            const uint32_t num_row_blocks = args.num_rows / Config::block_m;
+            const uint64_t k_block = tile.first_k_block;
+            //~ scales_of_k_block
+            return {args.x_sf + k_block * num_row_blocks + tile.first_row / Config::block_m,
+                    args.weight_sf + k_block * num_column_blocks + column_block,
+                    0,
+                    num_row_blocks,
+                    1,
+                    num_column_blocks};
+        }
+        return {args.x_sf + tile.expert * args.x_sf_expert_stride +
+                    tile.first_row * args.x_sf_row_stride,
+                args.weight_sf +
+                    (uint64_t{tile.expert} * num_column_blocks + column_block) * args.num_k_blocks,
+                args.x_sf_row_stride,
+                args.x_sf_k_stride,
+                args.num_k_blocks,
+                1};
+    }
+
     // Rows of the box behind the tile's last one are filled with zeros: the map's second coordinate
     // counts towards block_m, which is out of bounds (grouped_product.py).
     __device__ __forceinline__ void copy_rows(const GroupedProductArgs& args,
                                               const ProductTile& tile, uint32_t k_block,
                                               uint32_t stage) const {
-        ptx::cp_async_bulk_tensor_3d_shared_global(
-            x(stage), &args.x, full(stage), k_block * Config::block_k,
-            Config::block_m - tile.num_rows, tile.first_row + tile.num_rows);  //~ end_of_rows
+        if constexpr (Config::sums_rows) {
+            ptx::cp_async_bulk_tensor_3d_shared_global(
+                x(stage), &args.x, full(stage), 0, tile.first_row, tile.first_k_block + k_block);
+        } else {
+            ptx::cp_async_bulk_tensor_3d_shared_global(
+                x(stage), &args.x, full(stage), k_block * Config::block_k,
+                Config::block_m - tile.num_rows, tile.first_row + tile.num_rows);  //~ end_of_rows
+        }
     }
 
     __device__ __forceinline__ void copy_weights(const GroupedProductArgs& args,
                                                  const ProductTile& tile, uint32_t k_block,
                                                  uint32_t stage) const {
+        const uint32_t k = Config::sums_rows ? 0 : k_block * Config::block_k;
+        //~ weight_of_expert
+        const uint32_t matrix = Config::sums_rows ? tile.first_k_block + k_block : tile.expert;
         if constexpr (Config::cluster_size > 1) {
             if (tile.shares_weights) {
                 constexpr uint16_t both_ctas = 0b11;
                 const uint32_t part = ptx::cluster_ctarank();  //~ own_half_of_weights
                 ptx::cp_async_bulk_tensor_3d_shared_global_multicast(
-                    weight(stage, part), &args.weight, full(stage), k_block * Config::block_k,
-                    tile.first_column + part * columns_per_part, tile.expert, both_ctas);
+                    weight(stage, part), &args.weight, full(stage), k,
+                    tile.first_column + part * columns_per_part, matrix, both_ctas);
                 return;
             }
         }
 #pragma unroll
         for (uint32_t part = 0; part < num_parts; ++part) {
             ptx::cp_async_bulk_tensor_3d_shared_global(
-                weight(stage, part), &args.weight, full(stage), k_block * Config::block_k,
-                tile.first_column + part * columns_per_part, tile.expert);  //~ weight_of_expert
+                weight(stage, part), &args.weight, full(stage), k,
+                tile.first_column + part * columns_per_part, matrix);
         }
     }
 
-    __device__ void store_header(uint32_t slot, const ProductTile& tile) const {
+    __device__ void store_header(const GroupedProductArgs& args, uint32_t slot,
+                                 const ProductTile& tile) const {
+        uint32_t first_row = tile.first_row;
+        if constexpr (Config::sums_rows) first_row += tile.expert * args.num_rows;  //~ y_of_expert
         ptx::st_shared_v4(header_address(slot),
-                          {tile.first_row, tile.num_rows, tile.first_column, 0});
+                          {first_row, tile.num_rows, tile.first_column, tile.num_k_blocks});
     }
 
     __device__ uint32_t header_address(uint32_t slot) const {

@@ -12,6 +12,7 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/products/args.cuh"
 #include "deep_moe/ptx/cluster.cuh"
+#include "deep_moe/training/token_blocks.cuh"
 
 namespace deep_moe {
 
@@ -21,6 +22,8 @@ struct ProductTile {
     uint32_t num_rows;      // at least 1
     uint32_t first_column;  // behind the last one, where an odd m-block has an odd number of tiles
     bool shares_weights;    // with the other CTA of the cluster
+    uint32_t first_k_block;
+    uint32_t num_k_blocks;  // at least 1
 };
 
 // Every role walks by itself; counts come from the cache. Both CTAs of a cluster have as many
@@ -40,6 +43,10 @@ class ProductTiles {
     __device__ __forceinline__ bool next(ProductTile& tile) {
         for (; expert_ < args_.num_experts; ++expert_) {
             const Rows rows = rows_of(expert_);
+            uint32_t num_k_blocks = args_.num_k_blocks;
+            if constexpr (Config::sums_rows) {
+                num_k_blocks = num_row_blocks_of(args_.expert_end, expert_);
+            }
             const uint32_t num_rows = rows.end - rows.begin;
             if (num_rows == 0) continue;
             const uint32_t num_m_blocks = ceil_div(num_rows, Config::block_m);
@@ -58,12 +65,18 @@ class ProductTiles {
                     n_block = idx / num_groups;
                 }
                 const uint32_t first_row = m_block * Config::block_m;
-                tile = {expert_, rows.begin + first_row, min(Config::block_m, num_rows - first_row),
-                        n_block * Config::block_n, cluster_size > 1 && is_grouped};
+                tile = {expert_,
+                        rows.begin + first_row,
+                        min(Config::block_m, num_rows - first_row),
+                        n_block * Config::block_n,
+                        cluster_size > 1 && is_grouped,
+                        first_k_block_,
+                        num_k_blocks};
                 turn_ += gridDim.x / cluster_size;
                 return true;
             }
             first_turn_ += num_turns;
+            if constexpr (Config::sums_rows) first_k_block_ += num_k_blocks;  //~ k_blocks_of_expert
         }
         return false;
     }
@@ -75,6 +88,7 @@ class ProductTiles {
     };
 
     __device__ __forceinline__ Rows rows_of(uint32_t expert) const {
+        if constexpr (Config::sums_rows) return {0, args_.num_rows};
         const int64_t num_rows = args_.num_rows;
         int64_t begin = int64_t{expert} * args_.rows_per_expert;
         int64_t limit = num_rows;
@@ -100,7 +114,8 @@ class ProductTiles {
     uint32_t rank_ = 0;
     uint32_t turn_ = blockIdx.x / cluster_size;
     uint32_t expert_ = 0;
-    uint32_t first_turn_ = 0;  // of expert_
+    uint32_t first_turn_ = 0;     // of expert_
+    uint32_t first_k_block_ = 0;  // of expert_, where K are rows
 };
 
 }  // namespace deep_moe

@@ -58,14 +58,16 @@ class ProductWarps {
     __device__ void run() {
         for (;; slots_.advance()) {
             stages_.await_loaded(ring_);  //~ product_tile_awaited
-            const uint32_t num_rows = ptx::uniform(stages_.header(slots_.stage).num_rows);
+            const Header tile = stages_.header(slots_.stage);
+            const uint32_t num_rows = ptx::uniform(tile.num_rows);
+            const uint32_t num_k_blocks = ptx::uniform(tile.num_k_blocks);
             if (num_rows == 0) break;
             if (num_rows <= warpgroup_idx_ * rows_per_warpgroup) {
-                pass();
+                pass(num_k_blocks);
                 continue;
             }
             Sums sums;
-            add_up(sums);
+            add_up(sums, num_k_blocks);
             // Read again, because keeping it would take registers from the main loop.
             store(stages_.header(slots_.stage), sums);
         }
@@ -74,13 +76,13 @@ class ProductWarps {
 
  private:
     // Adds up the whole K of a tile, whose first stage is loaded.
-    __device__ __forceinline__ void add_up(Sums& sums) {
+    __device__ __forceinline__ void add_up(Sums& sums, uint32_t num_left) {
 #pragma unroll
         for (uint32_t i = 0; i < num_accumulators; ++i) sums[0][i] = sums[1][i] = 0.0f;
         uint32_t stage = ptx::uniform(ring_.stage);
         ring_.advance();
 #pragma unroll 1
-        for (uint32_t num_left = args_.num_k_blocks;;) {
+        for (;;) {
             Products products;
             multiply(products, stage, 0);
             // Loaded here and needed at the end, so no thread waits for the load.
@@ -106,9 +108,9 @@ class ProductWarps {
     }
 
     // Leaves a tile to the other warpgroup, which has all of its rows.
-    __device__ __forceinline__ void pass() {
+    __device__ __forceinline__ void pass(uint32_t num_k_blocks) {
 #pragma unroll 1
-        for (uint32_t i = 0; i < args_.num_k_blocks; ++i) {
+        for (uint32_t i = 0; i < num_k_blocks; ++i) {
             stages_.await_loaded(ring_);
             __syncwarp();
             stages_.release(ring_.stage, ptx::lane_idx());  //~ product_stage_passed

@@ -96,6 +96,18 @@ struct QuantizeRowsArgs {
     uint32_t num_chunks;  // a multiple of 16
 };
 
+// Of quantize_columns. Blocks are those of training/token_blocks.cuh; num_columns is a multiple of
+// 128.
+struct QuantizeColumnsArgs {
+    RowsArgs rows;
+    const void* values;  // bf16 [num_rows][num_columns], or of tokens with Config::gathers
+    void* columns;       // E4M3 [num_blocks][num_columns][128]
+    float* scales;       // [num_blocks][num_columns / 128]
+    void* quantized;     // rows as training/quantized_rows.cuh has them, or null
+    uint32_t num_topk;
+    uint32_t num_columns;
+};
+
 // Only with Config::stores_same and with Config::stores_transposed, respectively, the results are
 // there.
 struct QuantizeWeightsArgs {

@@ -16,7 +16,7 @@ from deep_moe.jit.kernel_args import GroupedProductArgs, TensorMap
 from deep_moe.targets import products_target, target_of
 from deep_moe.tensor_memory import check_dense, check_memory, refuse_shared_memory
 
-from .launching import launch
+from .launching import config_of, launch
 from .quantized import QuantizedColumns
 
 _ALIGNMENT = 16  # bytes, of tensor copies and of stores
@@ -119,7 +119,7 @@ def multiply(
     """`grouped_product` of arguments that are known to be right. expert_end: int32 [experts], in
     place of counts and begins: where each expert's rows end, which begin where those of the expert
     before end."""
-    config = GroupedProductConfig(arch=arch)
+    config = config_of(GroupedProductConfig, arch=arch)
     num_experts, num_columns, num_values = weight.shape
     num_rows = x.numel() // num_values
     is_by_expert = expert_begin is None and expert_end is None
@@ -165,7 +165,7 @@ def sum_rows(
 ) -> None:
     """Sums over each expert's rows of x[row][i] * d_y[row][j]: bfloat16 out [experts, K, N].
     expert_end: int32 [experts], where its rows end, which begin where those before end."""
-    config = GroupedProductConfig(sums_rows=True, arch=arch)
+    config = config_of(GroupedProductConfig, sums_rows=True, arch=arch)
     num_experts, num_rows, num_columns = out.shape
     max_ctas = config.max_ctas(num_rows, num_experts, num_columns)
     num_ctas = min(max_ctas, _EMULATED_CTAS if gpu is None else gpu.num_sms)

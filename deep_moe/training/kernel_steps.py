@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -41,7 +42,7 @@ from deep_moe.jit.kernel_args import (
 )
 
 from .grouped_product import multiply, sum_rows
-from .launching import launch
+from .launching import config_of, launch
 from .quantized import (
     QuantizedColumns,
     QuantizedWeights,
@@ -64,7 +65,8 @@ class KernelSteps:
     def route(self, topk_idx: torch.Tensor, num_experts: int) -> Rows:
         num_slots = topk_idx.numel()
         count, place = (
-            kind(
+            config_of(
+                kind,
                 num_experts=num_experts,
                 has_int32_topk_idx=topk_idx.dtype == torch.int32,
                 arch=self.arch,
@@ -100,9 +102,7 @@ class KernelSteps:
             "slot_of_row": rows.slot_of_row,
         }
         launch(self.gpu, count, args, num_segments, read, written)
-        launch(
-            self.gpu, ScanCountsConfig.of_experts(num_experts, self.arch), args, 1, read, written
-        )
+        launch(self.gpu, _scan_config(num_experts, self.arch), args, 1, read, written)
         launch(self.gpu, place, args, num_segments, read, written)
         return rows
 
@@ -122,7 +122,7 @@ class KernelSteps:
             rows.num_topk,
             num_chunks,
         )
-        config = GatherRowsConfig(rounds_to_mxfp8=rounds_to_mxfp8, arch=self.arch)
+        config = config_of(GatherRowsConfig, rounds_to_mxfp8=rounds_to_mxfp8, arch=self.arch)
         read = {"tokens": tokens, "row_of_slot": rows.row_of_slot, **_row_tensors(rows)}
         num_ctas = config.num_ctas_of(rows.num_tokens, num_chunks, rows.num_rows)
         launch(self.gpu, config, args, num_ctas, read, {"gathered": gathered})
@@ -152,7 +152,8 @@ class KernelSteps:
             intermediate // VALUES_PER_CHUNK,
             gate.stride(0) // VALUES_PER_CHUNK,
         )
-        config = ActivateRowsConfig(
+        config = config_of(
+            ActivateRowsConfig,
             applied=activation,
             has_biases=biases is not None,
             rounds_to_mxfp8=rounds_to_mxfp8,
@@ -200,8 +201,11 @@ class KernelSteps:
             gate.stride(0) // VALUES_PER_CHUNK,
             d_gate.stride(0) // VALUES_PER_CHUNK,
         )
-        config = ActivateRowsBackwardConfig(
-            applied=activation, has_biases=biases is not None, arch=self.arch
+        config = config_of(
+            ActivateRowsBackwardConfig,
+            applied=activation,
+            has_biases=biases is not None,
+            arch=self.arch,
         )
         read = {
             "gate": gate,
@@ -248,7 +252,8 @@ class KernelSteps:
             rows.num_topk,
             num_chunks,
         )
-        config = ScatterRowsConfig(
+        config = config_of(
+            ScatterRowsConfig,
             num_sources=1 if second is None else 2,
             has_topk_weights=topk_weights is not None,
             has_biases=bias is not None,
@@ -268,7 +273,7 @@ class KernelSteps:
         quantized = values.new_empty(num_rows, quantized_width(num_values))
         num_chunks = num_values // VALUES_PER_CHUNK
         args = QuantizeRowsArgs(values.data_ptr(), quantized.data_ptr(), num_rows, num_chunks)
-        config = QuantizeRowsConfig(arch=self.arch)
+        config = config_of(QuantizeRowsConfig, arch=self.arch)
         num_ctas = config.num_ctas(num_rows)
         launch(self.gpu, config, args, num_ctas, {"values": values}, {"quantized": quantized})
         return quantized
@@ -277,7 +282,7 @@ class KernelSteps:
         values = rows.new_empty(rows.shape[0], num_values)
         num_chunks = num_values // VALUES_PER_CHUNK
         args = QuantizeRowsArgs(values.data_ptr(), rows.data_ptr(), rows.shape[0], num_chunks)
-        config = DequantizeRowsConfig(arch=self.arch)
+        config = config_of(DequantizeRowsConfig, arch=self.arch)
         num_ctas = config.num_ctas(rows.shape[0])
         launch(self.gpu, config, args, num_ctas, {"quantized": rows}, {"values": values})
         return values
@@ -321,8 +326,8 @@ class KernelSteps:
             )
         ]
         args = QuantizeWeightsArgs(weights.data_ptr(), *pointers, *sizes)
-        config = QuantizeWeightsConfig(
-            stores_same=same, stores_transposed=transposed, arch=self.arch
+        config = config_of(
+            QuantizeWeightsConfig, stores_same=same, stores_transposed=transposed, arch=self.arch
         )
         made = [one for one in found if one is not None]
         written: dict[str, torch.Tensor] = {}
@@ -387,8 +392,11 @@ class KernelSteps:
             rows.num_topk,
             num_columns,
         )
-        config = QuantizeColumnsConfig(
-            gathers=gathers, stores_rows=quantized is not None, arch=self.arch
+        config = config_of(
+            QuantizeColumnsConfig,
+            gathers=gathers,
+            stores_rows=quantized is not None,
+            arch=self.arch,
         )
         read = {"values": values, **_row_tensors(rows)}
         written = {"columns": columns.values, "scales": columns.scales}
@@ -410,10 +418,13 @@ class KernelSteps:
         num_groups = weights.shape[0] * weights.shape[1] // GROUP_SIZE
         num_pairs = weights.shape[2] // 2
         args = RoundWeightsArgs(weights.data_ptr(), rounded.data_ptr(), num_groups, num_pairs)
-        config = RoundWeightsConfig(arch=self.arch)
+        config = config_of(RoundWeightsConfig, arch=self.arch)
         num_ctas = -(-num_groups * num_pairs // config.num_threads)
         launch(self.gpu, config, args, num_ctas, {"weights": weights}, {"rounded": rounded})
         return rounded
+
+
+_scan_config = lru_cache(maxsize=64)(ScanCountsConfig.of_experts)
 
 
 def _rows_args(rows: Rows) -> CppStruct:

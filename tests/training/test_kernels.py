@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from deep_moe.activations import Activation, Situ, Swiglu, SwigluOai
+from deep_moe.heuristics.training import TrainingConfig
+from deep_moe.training import grouped_product, kernel_steps
 from deep_moe.training.kernel_steps import KernelSteps
 from deep_moe.training.plain_steps import PlainSteps, mxfp8_rounded
 from deep_moe.training.quantized import QuantizedColumns, parts_of_rows
@@ -341,3 +343,16 @@ def test_a_launch_touches_only_its_tensors() -> None:
     wrong = Rows(rows.offs, rows.row_of_slot + 10_000, rows.slot_of_row)
     with pytest.raises(EmulatorError):
         KERNELS.scatter(random(rows.num_rows, HIDDEN).bfloat16(), None, wrong)
+
+
+def test_configs_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes the host longer to make than a launch does."""
+    seen: list[TrainingConfig] = []
+    for module in (kernel_steps, grouped_product):
+        monkeypatch.setattr(module, "launch", lambda gpu, config, *_: seen.append(config))
+    layer = Layer.random(hidden=128, intermediate=128, precision="fp8_wgrad", arch="sm_90a")
+    for _ in range(2):
+        layer.run()
+    first, second = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert len(first) == len(second) > 20
+    assert all(a is b for a, b in zip(first, second, strict=True))

@@ -306,7 +306,7 @@ class LowLatencyConfig:
     >>> shape = LowLatencyShape(8, 256, 8, 7168, 128, "fp8_128")
     >>> config = LowLatencyConfig(shape, "dispatch", num_ctas=132, arch="sm_90a")
     >>> config.num_threads, config.smem_bytes
-    (448, 2176)
+    (448, 2240)
     """
 
     is_cooperative: ClassVar[bool] = True  # those that receive wait for all CTAs

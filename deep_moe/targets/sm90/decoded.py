@@ -3,7 +3,7 @@ and what tiles cost."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from deep_moe.heuristics.sm90_tiles import (
     FURTHER_TILE_COST,
@@ -16,6 +16,8 @@ from deep_moe.heuristics.sm90_tiles import (
 from .weights import Sm90Weights
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from deep_moe.formats.numerics import Numerics
     from deep_moe.heuristics.shape import MoEShape
     from deep_moe.weights.layers import KernelLayer, LayerWeights, MegaMoEWeights, TensorForms
@@ -73,7 +75,7 @@ class Sm90DecodedWeights(Sm90Weights):
     # Few stages, for a small case never comes round the ring of the default. The three kinds of
     # main loop: products in pairs, one by one, and a loop for each size of m-block. CTAs by
     # themselves, and in clusters that share weights.
-    fuzz_tiles = (
+    fuzz_tiles: ClassVar[tuple[Mapping[str, int], ...]] = (
         {"block_m": 16, "num_stages": 5, "cluster_size": 2},
         {"block_m": 176, "num_stages": 3},
         {"block_m": 128, "block_m_step": 32, "num_stages": 2},

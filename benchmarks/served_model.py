@@ -4,6 +4,7 @@ weights that it gets where they lie."""
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,22 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is started with, whichever it is.
+
+    gpus: of one engine. step_tokens: most tokens of a step, None for the engine's default. memory:
+    share of a GPU's. commit: of this checkout, for the report. weights: of experts.
+    """
+
+    gpus: int
+    max_requests: int
+    step_tokens: int | None
+    memory: float
+    commit: str | None
+    weights: str
 
 
 def write_config(

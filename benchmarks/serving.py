@@ -56,7 +56,14 @@ from deep_moe.cli.output import new_table, stdout
 from deep_moe.heuristics import PRESETS
 
 from .chart import Curve, Panel, Style, chart
-from .served_model import ENVIRONMENT, VOCABULARY, WEIGHTS, quantization_of, write_config
+from .served_model import (
+    ENVIRONMENT,
+    VOCABULARY,
+    WEIGHTS,
+    EngineSettings,
+    quantization_of,
+    write_config,
+)
 from .sglang_model import SglangModel
 from .vllm_model import ROUTING_VARIABLE, VllmModel
 
@@ -95,7 +102,10 @@ ENGINES = {
     "vllm": Served("vLLM's own choice", Style("#bc4c00"), is_ours=False, servers=("vllm",)),
     "sglang": Served("SGLang's own choice", Style("#bc4c00"), is_ours=False, servers=("sglang",)),
 }
-SERVERS = {"vllm": VllmModel, "sglang": SglangModel}
+SERVERS: dict[str, Callable[[Path, EngineSettings], Engine]] = {
+    "vllm": VllmModel,
+    "sglang": SglangModel,
+}
 
 
 def main() -> None:
@@ -460,16 +470,15 @@ def serve_one(
 
 
 def make_server(folder: Path, arguments: argparse.Namespace) -> Engine:
-    of_weights = {"weights": arguments.weights} if arguments.server == "sglang" else {}
-    engine: Engine = SERVERS[arguments.server](
-        folder,
-        **of_weights,
+    settings = EngineSettings(
         gpus=arguments.gpus,
         max_requests=max(256, *arguments.decode),
         step_tokens=arguments.step_tokens,
         memory=arguments.memory,
         commit=arguments.commit,
+        weights=arguments.weights,
     )
+    engine = SERVERS[arguments.server](folder, settings)
     # As vLLM's own server does: to look through all that was imported takes 0.4 s, in some step.
     gc.collect()
     gc.freeze()

@@ -17,23 +17,14 @@ from typing import Any
 
 import torch
 
-from .served_model import MAX_MODEL_LEN, fill_randomly
+from .served_model import MAX_MODEL_LEN, EngineSettings, fill_randomly
 
 STEP_TOKENS = 8192  # most of a step
 MAX_TOKENS_VARIABLE = "SGLANG_OPT_DEEPGEMM_MEGA_MOE_NUM_MAX_TOKENS_PER_RANK"
 REPORT = "benchmark_report"
 
 
-def engine_options(
-    folder: Path,
-    *,
-    gpus: int,
-    max_requests: int,
-    step_tokens: int,
-    memory: float,
-    weights: str,
-    is_ours: bool,
-) -> dict[str, Any]:
+def engine_options(folder: Path, settings: EngineSettings, *, is_ours: bool) -> dict[str, Any]:
     """Of `sglang.Engine`: SGLang's defaults, and what all engines have in common."""
     given = {
         "model_path": str(folder),
@@ -41,48 +32,36 @@ def engine_options(
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "context_length": MAX_MODEL_LEN,
-        "max_running_requests": max_requests,
-        "chunked_prefill_size": step_tokens,
-        "mem_fraction_static": memory,
+        "max_running_requests": settings.max_requests,
+        "chunked_prefill_size": settings.step_tokens or STEP_TOKENS,
+        "mem_fraction_static": settings.memory,
         "disable_radix_cache": True,
         "stream_interval": 1,
-        "tp_size": gpus,
+        "tp_size": settings.gpus,
     }
     if is_ours:
         return given | {
-            "ep_size": gpus,
+            "ep_size": settings.gpus,
             "moe_a2a_backend": "megamoe",
             "moe_runner_backend": "deep_gemm",
         }
     # What SGLang chooses by itself for this format reads experts in FP8.
-    return given | ({"moe_runner_backend": "marlin"} if weights == "mxfp4" else {})
+    return given | ({"moe_runner_backend": "marlin"} if settings.weights == "mxfp4" else {})
 
 
 class SglangModel:
-    """SGLang's engine with the model in `folder`, asked for tokens step by step.
-
-    gpus: of one engine, over which attention is spread by heads. step_tokens: most tokens of a
-    step, None for `STEP_TOKENS`.
-    """
+    """SGLang's engine with the model in `folder`, asked for tokens step by step. Attention is
+    spread over GPUs by heads."""
 
     name = "SGLang"
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        gpus: int,
-        max_requests: int,
-        step_tokens: int | None,
-        memory: float,
-        commit: str | None,
-        weights: str,
-    ) -> None:
-        step_tokens = step_tokens or STEP_TOKENS
-        os.environ[MAX_TOKENS_VARIABLE] = str(step_tokens)
+    def __init__(self, folder: Path, settings: EngineSettings) -> None:
+        is_ours = os.environ["DEEP_MOE_SGLANG"] == "1"
+        options = engine_options(folder, settings, is_ours=is_ours)
+        os.environ[MAX_TOKENS_VARIABLE] = str(options["chunked_prefill_size"])
         self._folder = folder
-        self._gpus = gpus
-        self._commit = commit
+        self._gpus = settings.gpus
+        self._commit = settings.commit
         self._names: dict[str, str] = {}  # of requests, by SGLang's names
         self._ids = map(str, count())
         self._tasks: set[asyncio.Task[None]] = set()
@@ -91,17 +70,7 @@ class SglangModel:
         import sglang
 
         started = perf_counter()
-        self._engine = sglang.Engine(
-            **engine_options(
-                folder,
-                gpus=gpus,
-                max_requests=max_requests,
-                step_tokens=step_tokens,
-                memory=memory,
-                weights=weights,
-                is_ours=os.environ["DEEP_MOE_SGLANG"] == "1",
-            )
-        )
+        self._engine = sglang.Engine(**options)
         self.start_seconds = perf_counter() - started
         manager = self._engine.tokenizer_manager
         manager._handle_batch_output = partial(self._note, manager._handle_batch_output)

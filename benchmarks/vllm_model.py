@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .served_model import MAX_MODEL_LEN, fill_randomly
+from .served_model import MAX_MODEL_LEN, EngineSettings, fill_randomly
 
 ANSWER_TIMEOUT_S = 60  # of a question to an engine's workers, which is answered in a second
 # 0: vLLM's own kernel chooses experts, in front of our layers.
@@ -24,24 +24,12 @@ ROUTING_VARIABLE = "DEEP_MOE_BENCHMARK_ROUTING"
 
 
 class VllmModel:
-    """vLLM's engine with the model in `folder`, asked for tokens step by step.
-
-    gpus: of one engine, over which attention is spread by heads and experts by expert parallelism.
-    step_tokens: most tokens of a step, None for vLLM's default.
-    """
+    """vLLM's engine with the model in `folder`, asked for tokens step by step. Attention is spread
+    over GPUs by heads, and experts by expert parallelism."""
 
     name = "vLLM"
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        gpus: int,
-        max_requests: int,
-        step_tokens: int | None,
-        memory: float,
-        commit: str | None,
-    ) -> None:
+    def __init__(self, folder: Path, settings: EngineSettings) -> None:
         from vllm import LLM, SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -53,18 +41,18 @@ class VllmModel:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=max_requests,
-            max_num_batched_tokens=step_tokens,
-            gpu_memory_utilization=memory,
+            max_num_seqs=settings.max_requests,
+            max_num_batched_tokens=settings.step_tokens,
+            gpu_memory_utilization=settings.memory,
             enable_prefix_caching=False,
-            tensor_parallel_size=gpus,
-            enable_expert_parallel=gpus > 1,
+            tensor_parallel_size=settings.gpus,
+            enable_expert_parallel=settings.gpus > 1,
             worker_extension_cls=f"{VllmWorker.__module__}.{VllmWorker.__name__}",
         )
         self.start_seconds = time.perf_counter() - started
         self._llm = llm
         self._engine = llm.llm_engine
-        self._commit = commit
+        self._commit = settings.commit
         self._tokens_input = tokens_input
         self._options = partial(
             SamplingParams,

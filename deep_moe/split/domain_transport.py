@@ -20,7 +20,7 @@ from deep_moe.errors import LostDomainError, MegaMoEError
 from deep_moe.heuristics.shape import require_int
 
 from .domain_groups import ROLL_CALL_S, DomainGroups, RollCall
-from .nccl_ep import NcclEpExchange
+from .nccl_ep import Blocks, NcclEpExchange
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -74,26 +74,18 @@ class DomainTransport:
         self.raise_if_failed()
         splits = list(received_rows), list(sent_rows)
         if self._nccl_ep is not None:
-            return self._by_nccl_ep(received.split(splits[0]), sent.split(splits[1]))
+            return self._by_nccl_ep(self._nccl_ep, received.split(splits[0]), sent.split(splits[1]))
         if self._stream is None:
             return self._waiter(
                 lambda: [
                     dist.all_to_all_single(received, sent, *splits, group=cross, async_op=True)
                 ]
             )
-        # Rows are ready, and nobody reads any more what is overwritten.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            dist.all_to_all_single(received, sent, *splits, group=cross)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        return lambda: torch.cuda.current_stream(self._device).wait_event(done)
+        return self._beside(
+            self._stream, lambda: dist.all_to_all_single(received, sent, *splits, group=cross)
+        )
 
-    def exchange_blocks(
-        self,
-        received: Sequence[torch.Tensor | None],
-        sent: Sequence[torch.Tensor | None],
-    ) -> Callable[[], None]:
+    def exchange_blocks(self, received: Blocks, sent: Blocks) -> Callable[[], None]:
         """The same with a block of rows for each rank of the cross group, None for those with which
         nothing is exchanged: they need not call this."""
         cross = self._groups.cross
@@ -101,36 +93,37 @@ class DomainTransport:
             return lambda: None
         self.raise_if_failed()
         if self._nccl_ep is not None:
-            return self._by_nccl_ep(received, sent)
+            return self._by_nccl_ep(self._nccl_ep, received, sent)
         if self._stream is None:
             return self._waiter(lambda: _messages(received, sent, cross))
-        device = self._device
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
         to_here, to_there = (
             [nothing if block is None else block.view(torch.uint8) for block in blocks]
             for blocks in (received, sent)
         )
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):
-            dist.all_to_all(to_here, to_there, group=cross)
-            done = torch.cuda.Event()
-            done.record(self._stream)
-        return lambda: torch.cuda.current_stream(device).wait_event(done)
+        return self._beside(self._stream, lambda: dist.all_to_all(to_here, to_there, group=cross))
 
     def _by_nccl_ep(
-        self, received: Sequence[torch.Tensor | None], sent: Sequence[torch.Tensor | None]
+        self, exchange: NcclEpExchange, received: Blocks, sent: Blocks
     ) -> Callable[[], None]:
-        assert self._nccl_ep is not None
         to_here, to_there = (
             [None if block is None else block.view(torch.uint8) for block in blocks]
             for blocks in (received, sent)
         )
         if self._stream is None:  # of a stand-in
-            self._nccl_ep.exchange(to_here, to_there, 0)
+            exchange.exchange(to_here, to_there, 0)
             return lambda: None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._nccl_ep.exchange(to_here, to_there, self._stream.cuda_stream)
+        number = self._stream.cuda_stream
+        return self._beside(self._stream, lambda: exchange.exchange(to_here, to_there, number))
+
+    def _beside(
+        self, stream: torch.cuda.Stream, exchange: Callable[[], object]
+    ) -> Callable[[], None]:
+        """On the transport's own stream. What is returned lets the current stream wait."""
+        # Rows are ready, and nobody reads any more what is overwritten.
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            exchange()
             done = self._event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 

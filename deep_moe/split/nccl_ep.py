@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# Of rows to or from each rank of a cross group, None where nothing is exchanged.
+Blocks: TypeAlias = Sequence[torch.Tensor | None]
 
 _ALIGNMENT = 16  # bytes of a row and of its scales
 
@@ -44,12 +47,7 @@ class NcclEpExchange:
         self._communicator = self.ep.interop.torch.get_nccl_comm_from_group(group)
         self._ways: dict[tuple[int, int], _Way] = {}
 
-    def exchange(
-        self,
-        received: Sequence[torch.Tensor | None],
-        sent: Sequence[torch.Tensor | None],
-        stream: int,
-    ) -> None:
+    def exchange(self, received: Blocks, sent: Blocks, stream: int) -> None:
         """A block of rows, uint8 [rows, bytes], to and from each rank of the group. All blocks of
         a call have one size; there may be none for the own rank."""
         others = [
@@ -130,12 +128,7 @@ class _Way:
         self._group = exchange.make_group(num_sent, width + _ALIGNMENT)
         self._handle: Any = None
 
-    def exchange(
-        self,
-        received: Sequence[torch.Tensor | None],
-        sent: Sequence[torch.Tensor | None],
-        stream: int,
-    ) -> None:
+    def exchange(self, received: Blocks, sent: Blocks, stream: int) -> None:
         """On the current stream, whose number is `stream`."""
         for i, peer in enumerate(self._peers):
             block = sent[peer]

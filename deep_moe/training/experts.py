@@ -197,7 +197,6 @@ class Experts:
         if self.biases is not None and needs_biases:
             assert d_rows is not None
             d_biases = self._bias_gradients(d_rows, d_gate, d_up, rows, row_weights)
-        d_weights = None
         d_halves: tuple[torch.Tensor, ...] = (d_linear1.gate,)
         if d_linear1.up is not None:
             d_halves = (d_linear1.gate, d_linear1.up)
@@ -214,7 +213,6 @@ class Experts:
             columns = ways.gather_columns(received)
             del received
             d_gate_up = [steps.quantized_weight_gradient(columns, half, rows) for _, half in both]
-            d_weights = Weights(d_gate_up[0], d_gate_up[1] if d_gate_up[1:] else None, d_down)
             del columns, both
         elif needs_weights:
             assert d_rows is not None
@@ -224,10 +222,13 @@ class Experts:
             gathered = ways.gather(received)
             del received
             d_gate_up = [grouped_weight_gradient(gathered, half, offs) for half in d_halves]
-            d_weights = Weights(d_gate_up[0], d_gate_up[1] if d_gate_up[1:] else None, d_down)
             del gathered
         else:
             del weighted, d_rows
+        d_weights = None
+        if needs_weights:
+            d_second = d_gate_up[1] if len(d_gate_up) > 1 else None
+            d_weights = Weights(d_gate_up[0], d_second, d_down)
         d_x = None
         if needs_x:
             if self._quantizes_d and not sums_e4m3:

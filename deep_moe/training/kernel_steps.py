@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -102,7 +101,8 @@ class KernelSteps:
             "slot_of_row": rows.slot_of_row,
         }
         launch(self.gpu, count, args, num_segments, read, written)
-        launch(self.gpu, _scan_config(num_experts, self.arch), args, 1, read, written)
+        scan = config_of(ScanCountsConfig.of_experts, num_experts=num_experts, arch=self.arch)
+        launch(self.gpu, scan, args, 1, read, written)
         launch(self.gpu, place, args, num_segments, read, written)
         return rows
 
@@ -422,9 +422,6 @@ class KernelSteps:
         num_ctas = -(-num_groups * num_pairs // config.num_threads)
         launch(self.gpu, config, args, num_ctas, {"weights": weights}, {"rounded": rounded})
         return rounded
-
-
-_scan_config = lru_cache(maxsize=64)(ScanCountsConfig.of_experts)
 
 
 def _rows_args(rows: Rows) -> CppStruct:

@@ -201,10 +201,10 @@ def test_no_step_waits_for_the_collection_of_what_was_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     made = []
-    monkeypatch.setitem(SERVERS, "sglang", lambda folder, **options: made.append(options) or "it")
+    monkeypatch.setitem(SERVERS, "sglang", lambda folder, settings: made.append(settings) or "it")
     monkeypatch.setattr("gc.freeze", lambda: made.append("frozen"))
     assert make_server(tmp_path, parse_arguments(["--server", "sglang"])) == "it"
-    assert made[0]["weights"] == "mxfp4"
+    assert made[0].weights == "mxfp4"
     assert made[1] == "frozen"
 
 

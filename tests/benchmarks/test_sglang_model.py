@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,8 +16,18 @@ import pytest
 import torch
 
 from benchmarks import served_model, sglang_model
-from benchmarks.served_model import FP8_SCALE, MXFP4_SCALE_BYTE, fill_randomly, quantization_of
+from benchmarks.served_model import (
+    FP8_SCALE,
+    MXFP4_SCALE_BYTE,
+    EngineSettings,
+    fill_randomly,
+    quantization_of,
+)
 from benchmarks.sglang_model import MAX_TOKENS_VARIABLE, SglangModel, add_plugin, engine_options
+
+SETTINGS = EngineSettings(
+    gpus=2, max_requests=256, step_tokens=None, memory=0.8, commit="abc", weights="fp8"
+)
 
 
 class Manager:
@@ -78,15 +89,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SglangModel:
     monkeypatch.setenv("DEEP_MOE_SGLANG", "1")
     monkeypatch.setenv(MAX_TOKENS_VARIABLE, "")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    return SglangModel(
-        tmp_path,
-        gpus=2,
-        max_requests=256,
-        step_tokens=None,
-        memory=0.8,
-        commit="abc",
-        weights="fp8",
-    )
+    return SglangModel(tmp_path, SETTINGS)
 
 
 def test_a_step_is_a_message_of_the_scheduler(model: SglangModel):
@@ -113,15 +116,7 @@ def test_answers_come_from_every_gpu(model: SglangModel):
 
 def test_options_of_ours_and_of_sglangs_own_choice(tmp_path: Path):
     def options(weights: str, *, is_ours: bool) -> dict[str, Any]:
-        return engine_options(
-            tmp_path,
-            gpus=2,
-            max_requests=256,
-            step_tokens=8192,
-            memory=0.8,
-            weights=weights,
-            is_ours=is_ours,
-        )
+        return engine_options(tmp_path, replace(SETTINGS, weights=weights), is_ours=is_ours)
 
     ours, own, marlin = (
         options("fp8", is_ours=True),

@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from benchmarks import vllm_model
-from benchmarks.served_model import MXFP4_SCALE_BYTE, quantization_of, write_config
+from benchmarks.served_model import (
+    MXFP4_SCALE_BYTE,
+    EngineSettings,
+    quantization_of,
+    write_config,
+)
 from benchmarks.vllm_model import (
     ROUTING_VARIABLE,
     VllmModel,
@@ -79,9 +84,10 @@ def test_the_engine_is_made_and_asked_as_vllm_has_it(
     mxfp4 = quantization_of("mxfp4", 2, in_sglang=False)
     write_config(tmp_path, **sizes, quantization=mxfp4)
     assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 4
-    model = VllmModel(
-        tmp_path, gpus=2, max_requests=256, step_tokens=None, memory=0.8, commit="abc"
+    settings = EngineSettings(
+        gpus=2, max_requests=256, step_tokens=None, memory=0.8, commit="abc", weights="mxfp4"
     )
+    model = VllmModel(tmp_path, settings)
     options, engine = model._llm.options, model._engine
     assert (options.tensor_parallel_size, options.enable_expert_parallel) == (2, True)
     assert resolve_obj_by_qualname(options.worker_extension_cls) is VllmWorker

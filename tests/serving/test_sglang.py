@@ -446,21 +446,17 @@ def test_the_layer_of_these_tests_has_the_names_of_sglangs(monkeypatch):
 def test_the_benchmark_asks_for_what_sglang_knows():
     """By the names in SGLang's source."""
     from benchmarks import sglang_model
+    from benchmarks.served_model import EngineSettings
 
     def source(name: str) -> str:
         return sglang_stage.source_of(f"sglang.srt.{name}").read_text()
 
     options = source("arg_groups.field_order")
+    settings = EngineSettings(
+        gpus=2, max_requests=256, step_tokens=None, memory=0.8, commit=None, weights="mxfp4"
+    )
     for is_ours in (False, True):
-        given = sglang_model.engine_options(
-            Path("model"),
-            gpus=2,
-            max_requests=256,
-            step_tokens=8192,
-            memory=0.8,
-            weights="mxfp4",
-            is_ours=is_ours,
-        )
+        given = sglang_model.engine_options(Path("model"), settings, is_ours=is_ours)
         assert [name for name in given if f'"{name}"' not in options] == []
     assert f"{sglang_model.MAX_TOKENS_VARIABLE} = " in source("environ")
     for module, words in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -66,6 +67,7 @@ def expert_ids(experts: Any) -> list[int]:
     return ids
 
 
+@cache  # a router asks in each step, and the answer lies in a file
 def triton_version() -> str | None:
     """Of the compiler that SGLang's routers come from, None without it."""
     try:

@@ -264,6 +264,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         Args:
             receive: False sends the rows inside this domain, and the routing weights to the others;
                 `receive(handle)` does the rest.
+            wait_cycles: as of `dispatch`.
         """
         self._relay.transport.raise_if_failed()
         own = own_handle(handle, TwoLevelDispatchHandle, self)

@@ -61,6 +61,8 @@ class TwoLevelAllToAll(TwoLevelLayer):
             are at most 32,768.
         num_transport_sms: as of `TwoLevelLowLatencyAllToAll`.
         transport: as of `TwoLevelMoE`.
+        num_sms: as of `TwoLevelLowLatencyAllToAll`.
+        timeout_s: as of `TwoLevelLowLatencyAllToAll`.
 
     Ranks, sizes between domains and roundings are those of `TwoLevelLowLatencyAllToAll`.
 

@@ -46,7 +46,6 @@ def get_symm_buffer_for_sm90_mega_moe(
         group: as of `deep_moe.get_symm_buffer_for_mega_moe`.
         hidden: values of a token, a multiple of 128.
         use_fp8_dispatch: True only.
-
     """
     if not use_fp8_dispatch:
         raise ValueError("use_fp8_dispatch must be True: tokens travel as FP8; got False")
@@ -100,7 +99,6 @@ def mega_moe_pre_dispatch_sm90(
     Args:
         group_size: only the default.
         routed_scaling_factor: what the routing weights are multiplied by.
-
     """
     if group_size != GROUP_SIZE:
         raise ValueError(

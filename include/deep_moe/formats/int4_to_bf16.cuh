@@ -1,8 +1,9 @@
 // INT4 to BF16, in registers.
 //
-// A mask and a multiply-add. BF16's lowest 8 bits count up in steps of 2^-133, subnormals and the
-// first numbers that are none. So codes in bits 0 to 3 are numbers as they lie, those in bits 4 to
-// 7, too, 2^4 as large. A product with the group's scale, less 8 times the scale, is rounded once.
+// A mask and a multiply-add. BF16 numbers with nothing but their lowest 8 bits are those bits times
+// 2^-133: subnormals, and the smallest normal numbers. So a code in bits 0 to 3 is a number as it
+// lies. A code in bits 4 to 7 is one, too, 16 times as large. The code's product with the group's
+// scale, less 8 times the scale, is rounded once.
 #pragma once
 
 #include <cuda/std/cstdint>

@@ -165,7 +165,8 @@ class ReceivedTokens {
     // is before them.
     uint32_t first_rows_;
     uint32_t first_tokens_;  // u32[ranks + 1]: tokens of the ranks before
-    uint32_t num_tokens_;    // u32[ranks]
+    // u32[ranks]. Kept, for threads that wait for tokens read it while one still sums up.
+    uint32_t num_tokens_;
 };
 
 }  // namespace deep_moe

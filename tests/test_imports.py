@@ -153,6 +153,86 @@ def test_only_the_command_line_imports_what_tries_the_layer() -> None:
     assert {name.split(".")[1] for name in importing} == {"trial", "cli"}
 
 
+def names_of(path: Path) -> set[str]:
+    """What a module binds; all that it quotes, too, if it finds names when they are asked for."""
+
+    def bound(node: ast.AST) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+            return
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            yield from bound(child)
+
+    tree = ast.parse(path.read_text())
+    names = set(bound(tree))
+    if "__getattr__" in names:
+        names |= {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return names
+
+
+def nowhere(path: Path) -> set[str]:
+    """What a file imports from modules of ours that they do not have."""
+    missing = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+            continue
+        if node.module.partition(".")[0] not in {"deep_moe", "tests", "benchmarks"}:
+            continue
+        if node.module not in IMPORTABLE:
+            missing.add(node.module)
+            continue
+        path_of = IMPORTABLE[node.module]
+        names = {alias.name for alias in node.names} - (names_of(path_of) if path_of else set())
+        missing |= {f"{node.module}.{name}" for name in names} - IMPORTABLE.keys()
+    return missing
+
+
+def importable() -> dict[str, Path | None]:
+    """Modules by name, and folders without an __init__.py: None."""
+    paths: dict[str, Path | None] = dict(MODULES)
+    for folder in CALLERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = (folder, *path.relative_to(ROOT / folder).with_suffix("").parts)
+            paths[".".join(part for part in parts if part != "__init__")] = path
+            for depth in range(1, len(parts)):
+                paths.setdefault(".".join(parts[:depth]), None)
+    return paths
+
+
+CALLERS = ("tests", "benchmarks", "examples", "docs")
+IMPORTABLE = importable()
+
+
+@pytest.mark.parametrize("folder", [*FOLDERS, *CALLERS])
+def test_what_is_imported_is_there(folder: str) -> None:
+    """In files, too, that run only where an engine, a trainer or a GPU is."""
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (ROOT / folder).rglob("*.py")
+        for name in nowhere(path)
+    }
+    assert missing == set()
+
+
+def test_a_name_that_is_gone_is_seen(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.py"
+    planted.write_text(
+        "from deep_moe.cli.layer_options import LayerOptions, no_such_option\n"
+        "from deep_moe.cli.no_such_module import option\n"
+        "from deep_moe import mega_moe, cli\n"
+        "def late():\n    from tests.test_imports import ROOT, late\n"
+    )
+    assert nowhere(planted) == {
+        "deep_moe.cli.layer_options.no_such_option",
+        "deep_moe.cli.no_such_module",
+        "tests.test_imports.late",
+    }
+
+
 def test_an_arrow_up_and_a_circle_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the tests above can fail."""
     planted = tmp_path / "planted.py"

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deep_moe.activations import Activation, Swiglu
-from deep_moe.cli.options import parse_activation
+from deep_moe.cli.layer_options import LayerOptions
 from deep_moe.formats.numerics import FP32_SUM_BITS, Numerics
 from deep_moe.heuristics import MoEShape
 from deep_moe.targets import TARGETS, target_of
@@ -133,16 +133,17 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("arch", choices=TARGETS)
     parser.add_argument("--hopper", action="store_true")
-    parser.add_argument("--activation", type=parse_activation, help="instead of SwiGLU")
+    parser.add_argument("--activation", help="instead of SwiGLU")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--count", type=int, default=2000)
     arguments = parser.parse_args(words)
+    activation = LayerOptions(activation=arguments.activation).applied()
     numbers = range(arguments.first, arguments.first + arguments.count)
     for start in range(0, len(numbers), 100):
         seen = judge_layers(
             numbers[start : start + 100],
             arguments.arch,
-            activation=arguments.activation,
+            activation=activation if arguments.activation else None,
             hopper_fp8_sums=arguments.hopper,
         )
         print(json.dumps({"first": numbers[start], **vars(seen)}), flush=True)

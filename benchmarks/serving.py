@@ -36,7 +36,6 @@ import json
 import math
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
@@ -44,7 +43,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -54,6 +52,7 @@ from typing import Any, Protocol
 
 from deep_moe.cli.output import new_table, stdout
 from deep_moe.heuristics import PRESETS
+from deep_moe.trial.child_sessions import child_sessions
 
 from .chart import Curve, Panel, Style, chart
 from .served_model import (
@@ -403,23 +402,13 @@ def run_limited(
     command: Sequence[str], environment: Mapping[str, str], limit_s: float | None
 ) -> str | None:
     """Run a program with all that it starts, and end it at the limit. Returns why it failed."""
-    # A session of its own: engines' processes end with it.
-    process = subprocess.Popen(command, env=dict(environment), start_new_session=True)
-    try:
-        status = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        return f"stopped after {limit_s:g} s"
-    else:
-        return None if status == 0 else f"exit status {status}"
-    finally:
-        end_group(process)
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process, its children, and what they left behind."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with child_sessions() as start:
+        process = start(command, env=dict(environment))
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return f"stopped after {limit_s:g} s"
+    return None if status == 0 else f"exit status {status}"
 
 
 def new_report(arguments: argparse.Namespace) -> dict[str, Any]:

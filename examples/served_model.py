@@ -12,12 +12,10 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +24,7 @@ from safetensors.torch import save_file
 
 import deep_moe
 from deep_moe.formats.block_scaled import unpack_ue8m0
+from deep_moe.trial.child_sessions import child_sessions
 
 VOCABULARY, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32000, 16, 4, 128
 # Of how far apart tokens' log-probabilities lie in the reference. Activations in FP8 make for less
@@ -388,32 +387,23 @@ def run_child(
     outs = [model.with_name(f"{stem}-{i}.json") for i in range(len(environments))]
     logs = [model.with_name(f"{stem}-{i}.log") for i in range(len(environments))]
     children = []
-    for out, log, environment in zip(outs, logs, environments, strict=True):
-        out.unlink(missing_ok=True)  # of a run before
-        command = [sys.executable, *sys.argv, "--serve", str(model), "--out", str(out)]
-        with log.open("w") as file:
-            children.append(
-                subprocess.Popen(
-                    command,
-                    env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    # A session of its own: the engine's processes end with it.
-                    start_new_session=True,
+    with child_sessions() as start:
+        for out, log, environment in zip(outs, logs, environments, strict=True):
+            out.unlink(missing_ok=True)  # of a run before
+            command = [sys.executable, *sys.argv, "--serve", str(model), "--out", str(out)]
+            variables = os.environ | {"HF_HUB_OFFLINE": "1"} | environment
+            with log.open("w") as file:
+                children.append(
+                    start(command, env=variables, stdout=file, stderr=subprocess.STDOUT)
                 )
-            )
-    try:
-        await_results(children, outs)
-    finally:
-        end_groups(children)
+        statuses = await_results(children, outs)
     # Whose result is there has served, however an engine's threads end with it.
     failed = [i for i, out in enumerate(outs) if not out.exists()]
     if failed:
         # Who failed by itself, rather than who was ended for it.
-        first = max(failed, key=lambda i: children[i].returncode)
+        first = max(failed, key=lambda i: bool(statuses[i]))
         print(logs[first].read_text())
-        status = children[first].returncode
-        raise SystemExit(f"{name}: {engine} ended with exit status {status}")
+        raise SystemExit(f"{name}: {engine} ended with exit status {statuses[first]}")
     print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     result: dict[str, Any] = {"paths": [], "moves": []}
     for out, log in zip(outs, logs, strict=True):
@@ -425,25 +415,23 @@ def run_child(
     return result
 
 
-def await_results(children: list[subprocess.Popen[bytes]], outs: list[Path]) -> None:
+def await_results(children: list[subprocess.Popen[bytes]], outs: list[Path]) -> list[int | None]:
     """Until all children have ended, or one has failed, or `END_S` after all results are there: an
-    engine's processes may not end by themselves, with memory that sleeps for one."""
+    engine's processes may not end by themselves, with memory that sleeps for one. Returns the exit
+    statuses of those that have ended."""
     deadline = math.inf
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+    while True:
+        # In this order: a child that has ended writes no more.
+        statuses = [child.poll() for child in children]
         are_there = [out.exists() for out in outs]
         if all(are_there):
             deadline = min(deadline, time.monotonic() + END_S)
-        if any(child.poll() and not made for child, made in zip(children, are_there, strict=True)):
-            return
+        has_failed = any(
+            status and not made for status, made in zip(statuses, are_there, strict=True)
+        )
+        if has_failed or None not in statuses or time.monotonic() >= deadline:
+            return statuses
         time.sleep(0.2)
-
-
-def end_groups(children: list[subprocess.Popen[bytes]]) -> None:
-    """End those that still run, and what all of them have started."""
-    for child in children:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
 
 
 def with_new_weights(result: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -132,6 +133,8 @@ print("Rearranged experts  (profile)  in 0.01 s.")
 print("Rearranged experts   in 0.02 s.")
 rank = int(os.environ["RANK_OF_TEST"])
 if os.environ.get("FAILS") == "1":
+    if rank == 1 and "SIGNAL_OF_TEST" in os.environ:
+        os.kill(os.getpid(), int(os.environ["SIGNAL_OF_TEST"]))
     if rank == 1:
         sys.exit(3)
     import time; time.sleep(600)
@@ -189,6 +192,10 @@ def test_children_are_run_together_and_compared(tmp_path, monkeypatch, capsys):
     assert served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine") == run
     monkeypatch.setitem(os.environ, "FAILS", "1")
     with pytest.raises(SystemExit, match="an engine ended with exit status 3"):
+        served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine")
+    # Not that of the one that is ended for it.
+    monkeypatch.setitem(os.environ, "SIGNAL_OF_TEST", str(int(signal.SIGSEGV)))
+    with pytest.raises(SystemExit, match="an engine ended with exit status -11"):
         served_model.run_child("deep_moe", tmp_path / "model", environments, "an engine")
 
 

@@ -7,12 +7,13 @@ SGLang's `TopK` does not know whose experts it chooses. It has a layer's number,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from deep_moe.heuristics.router import Router
+from deep_moe.heuristics.router import Router, Scoring
 
 from ..served_experts import ServedExperts
 from . import engine
@@ -54,7 +55,7 @@ def rule_of(topk: Any, num_experts: int) -> Router | None:
     has_scale = config.apply_routed_scaling_factor_on_output
     scale = (has_scale and config.routed_scaling_factor) or 1.0
     if config.scoring_func == "softmax" and bias is None:
-        return Router("fast_softmax", config.renormalize, scale=scale)
+        return _router("fast_softmax", config.renormalize, scale)
     if (
         config.scoring_func == "sigmoid"
         and bias is not None
@@ -62,8 +63,13 @@ def rule_of(topk: Any, num_experts: int) -> Router | None:
         and bias.shape == (num_experts,)
         and bias.is_contiguous()
     ):
-        return Router("fast_sigmoid", config.renormalize, scale=scale)
+        return _router("fast_sigmoid", config.renormalize, scale)
     return None
+
+
+@lru_cache(maxsize=64, typed=True)  # a model's routers ask for theirs in each step
+def _router(scoring: Scoring, renormalize: bool, scale: float) -> Router:
+    return Router(scoring, renormalize, scale=scale)
 
 
 def choose(

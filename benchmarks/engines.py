@@ -221,9 +221,10 @@ def model_results(
     options = LayerOptions(
         model=model,
         weights=arguments.weights,
+        activation="swiglu",
         **{option: getattr(arguments, option) for option in SIZES},
     )
-    shape = options.shape(num_ranks, max(arguments.tokens)).with_gate(True)
+    shape = options.shape(num_ranks, max(arguments.tokens))
     layer = rank_weights(shape, rank, arguments.seed, device)
     paths: dict[str, ExpertPath] = {}
     paths |= own_paths(shape, layer, arguments, device, stack)

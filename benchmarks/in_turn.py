@@ -168,10 +168,11 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         model=arguments.model,
         weights=arguments.weights,
         token_format=arguments.token_format,
+        activation="swiglu",
         **{option: getattr(arguments, option) for option in SIZES},
     )
     most = max(arguments.tokens)
-    shape = options.shape(dist.get_world_size(), most, is_fused=False).with_gate(True)
+    shape = options.shape(dist.get_world_size(), most, is_fused=False)
     kernels = [Kernel(text) for text in arguments.kernel]
     shapes = {kernel.name: kernel.shape(shape) for kernel in kernels}
     layers: dict[MoEShape, TimedLayer] = {}

@@ -229,9 +229,10 @@ def model_results(
         shared_experts=arguments.shared_experts,
         weights=arguments.weights,
         token_format=arguments.token_format,
+        activation="swiglu",
         **{option: getattr(arguments, option) for option in SIZES},
     )
-    shape = options.shape(num_ranks, max(map(max, shares))).with_gate(True)
+    shape = options.shape(num_ranks, max(map(max, shares)))
     layer = rank_weights(shape, rank, arguments.seed, device)
     weight_bytes = bytes_per_weight(layer)
     fused = TimedLayer(shape, layer, device)

@@ -155,10 +155,11 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         model=arguments.model,
         weights=arguments.weights,
         token_format=arguments.token_format,
+        activation="swiglu",
         **{option: getattr(arguments, option) for option in SIZES},
     )
     most = max(arguments.tokens)
-    shape = options.shape(num_ranks, most, is_fused=False).with_gate(True)
+    shape = options.shape(num_ranks, most, is_fused=False)
     activation = Swiglu(arguments.clamp)
     fused = TimedLayer(shape, rank_weights(shape, rank, arguments.seed, device), device)
     groups = make_domain_groups(arguments.domains, num_transport_sms=arguments.transport_sms)

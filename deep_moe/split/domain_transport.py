@@ -127,6 +127,12 @@ class DomainTransport:
             done = self._event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(done)
 
+    def close(self) -> None:
+        """Give memory back, where the device has come to the end of all exchanges: not if a domain
+        was lost, for which kernels may still wait."""
+        if self._nccl_ep is not None and self._failure is None:
+            self._nccl_ep.close()
+
     def largest(self, value: torch.Tensor) -> None:
         """The largest of all ranks of all domains, in place of an int64 tensor. To be called where
         no kernel of the layer runs: it needs SMs of all ranks of the domain at once."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -44,7 +45,9 @@ class NcclEpExchange:
         self.ep = load_nccl_ep()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = device
-        self._communicator = self.ep.interop.torch.get_nccl_comm_from_group(group)
+        # Which takes the current GPU.
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._communicator = self.ep.interop.torch.get_nccl_comm_from_group(group)
         self._ways: dict[tuple[int, int], _Way] = {}
 
     def exchange(self, received: Blocks, sent: Blocks, stream: int) -> None:
@@ -72,6 +75,12 @@ class NcclEpExchange:
         if way is None:
             way = self._ways[num_rows, row_bytes] = _Way(self, num_rows, row_bytes, self._device)
         way.exchange(received, sent, stream)
+
+    def close(self) -> None:
+        """Give back what exchanges have made."""
+        while self._ways:
+            _, way = self._ways.popitem()
+            way.close()
 
     def make_group(self, most_rows: int, row_bytes: int) -> Any:
         """Of NCCL EP; all ranks at once. most_rows: of one rank. row_bytes: with its place's."""
@@ -155,3 +164,8 @@ class _Way:
             assert block is not None, "blocks of one size"
             rows = self._sorted.unflatten(0, (-1, self._num_rows))[peer]
             block.copy_(rows[:, : self._row_bytes])
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.destroy()
+        self._group.destroy()

@@ -474,7 +474,8 @@ class TwoLevelMoE:
     def close(self) -> None:
         """Give the memory back. The layer cannot be used after this."""
         self._own_buffer.close()
-        self._buffer.close()
+        self._buffer.close()  # waits for the device
+        self._transport.close()
         self._sent = self._received = self._partials = self._rows = torch.empty(0)
         self._own_ids = self._id_in_domain = torch.empty(0, dtype=torch.int64)
         self._staged = _Staged(*[torch.empty(0)] * 4)

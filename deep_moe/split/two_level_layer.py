@@ -182,7 +182,8 @@ class TwoLevelLayer(DumpsTraces):
 
     def close(self) -> None:
         """Give the memory back. The layer cannot be used after this."""
-        self._inside.close()
+        self._inside.close()  # waits for the device
+        self._relay.transport.close()
 
     def _dump_trace(self, step: Step, path: str | Path) -> None:
         self._inside.dump_trace(step, path, self.rank)

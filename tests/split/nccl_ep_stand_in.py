@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from enum import IntEnum
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,7 @@ class DispatchConfig:
 class Handle:
     def __init__(self, group: Group, experts: Tensor) -> None:
         self._group = group
+        group.num_handles += 1
         self.update(experts, stream=0)
 
     def update(self, topk_idx: Tensor, *, stream: int) -> None:
@@ -113,10 +114,17 @@ class Handle:
             taken.buffer.view(torch.uint8)[0, :num_received] = came[mixed]
         layout_info.expert_counters.buffer.fill_(num_received)
 
+    def destroy(self) -> None:
+        self._group.num_handles -= 1
+
 
 class Group:
+    num_open: ClassVar[int] = 0
+
     def __init__(self, group: Any, config: GroupConfig) -> None:
         self.group, self.config = group, config
+        self.num_handles = 0
+        Group.num_open += 1
 
     @classmethod
     def create(cls, comm: Any, config: GroupConfig) -> Group:
@@ -125,6 +133,10 @@ class Group:
     def create_handle(self, layout: Layout, topk_idx: Tensor, *, stream: int) -> Handle:
         assert layout == Layout.EXPERT_MAJOR
         return Handle(self, topk_idx)
+
+    def destroy(self) -> None:
+        assert self.num_handles == 0, "handles go before their group"
+        Group.num_open -= 1
 
 
 def install() -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from deep_moe.split.nccl_ep import NcclEpExchange
 from deep_moe.split.two_level import TwoLevelMoE
 
 from . import nccl_ep_stand_in
@@ -28,6 +34,32 @@ def test_ranks_with_another_transport(run_ranks) -> None:
             make(2, transport=("torch", "nccl_ep")[rank])
 
     run_ranks(2, work)
+
+
+def test_the_communicator_is_of_the_layers_gpu(run_ranks, monkeypatch) -> None:
+    """Which need not be the current one; NCCL EP takes that."""
+    current = []
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def work(rank: int) -> None:
+        nccl_ep_stand_in.install()
+        monkeypatch.setattr(torch.cuda, "device", device)
+        asked: list[torch.device] = []
+        monkeypatch.setattr(
+            sys.modules["nccl.ep.interop.torch"],
+            "get_nccl_comm_from_group",
+            lambda group: asked.extend(current),
+        )
+        NcclEpExchange(dist.group.WORLD, torch.device("cuda", 1))
+        NcclEpExchange(dist.group.WORLD, torch.device("cpu"))
+        assert asked == [torch.device("cuda", 1)]
+
+    run_ranks(1, work)
 
 
 def test_exact_sizes() -> None:

@@ -117,7 +117,10 @@ def test_an_exact_layer_agrees_bit_for_bit(run_ranks, arguments, shared) -> None
             assert stats.tolist() == [int((local == expert).sum()) for expert in range(2)]
         moe.check()
         dist.barrier()
+        uses_nccl_ep = arguments.get("transport") == "nccl_ep"
+        assert (nccl_ep_stand_in.Group.num_open > 0) == uses_nccl_ep
         moe.close()
+        assert nccl_ep_stand_in.Group.num_open == 0
 
     run_ranks(4, work)
 

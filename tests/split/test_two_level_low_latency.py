@@ -195,7 +195,10 @@ def test_every_bit_of_calls_in_turn(run_ranks, num_domains, num_ranks, arguments
             check_call(layer, shape, num_domains, counts[:world], seed=call, **calls)
         layer.check()
         dist.barrier()
+        uses_nccl_ep = arguments.get("transport") == "nccl_ep"
+        assert (nccl_ep_stand_in.Group.num_open > 0) == uses_nccl_ep
         layer.close()
+        assert nccl_ep_stand_in.Group.num_open == 0
 
     run_ranks(world, work)
 

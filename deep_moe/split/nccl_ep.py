@@ -73,7 +73,10 @@ class NcclEpExchange:
             return
         way = self._ways.get((num_rows, row_bytes))
         if way is None:
-            way = self._ways[num_rows, row_bytes] = _Way(self, num_rows, row_bytes, self._device)
+            # Tensors that are made in inference mode cannot be written to outside of it.
+            with torch.inference_mode(False):
+                way = _Way(self, num_rows, row_bytes, self._device)
+            self._ways[num_rows, row_bytes] = way
         way.exchange(received, sent, stream)
 
     def close(self) -> None:

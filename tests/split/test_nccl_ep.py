@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -60,6 +60,22 @@ def test_the_communicator_is_of_the_layers_gpu(run_ranks, monkeypatch) -> None:
         assert asked == [torch.device("cuda", 1)]
 
     run_ranks(1, work)
+
+
+def test_a_first_exchange_in_inference_mode(run_ranks) -> None:
+    """What it makes serves outside of it, too."""
+
+    def work(rank: int) -> None:
+        nccl_ep_stand_in.install()
+        exchange = NcclEpExchange(dist.group.WORLD, torch.device("cpu"))
+        for mode in (torch.inference_mode, nullcontext):
+            received, sent = torch.zeros(2, 3, 8).byte(), torch.zeros(2, 3, 8).byte() + rank
+            with mode():
+                exchange.exchange(received.unbind(), sent.unbind(), 0)
+            assert [block.unique().tolist() for block in received] == [[0], [1]]
+        exchange.close()
+
+    run_ranks(2, work)
 
 
 def test_exact_sizes() -> None:

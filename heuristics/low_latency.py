@@ -371,8 +371,8 @@ class LowLatencyConfig:
                 dims = (shape.num_experts_per_rank, num_words)
                 add("first_rows", dims, "first row of a rank's tokens")
                 if not shape.stages_by_expert:
-                    add("first_tokens", (shape.num_ranks + 1,), "tokens of the ranks before")
-                    add("num_tokens", (shape.num_ranks,), "tokens of each rank")
+                    dims = (2, shape.num_ranks + 1)
+                    add("rank_tokens", dims, "tokens of each rank, and of the ranks before")
         return builder.build(alignment=16)
 
     @property

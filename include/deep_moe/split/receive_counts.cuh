@@ -19,8 +19,7 @@ class ReceivedTokens {
  public:
     __device__ explicit ReceivedTokens(uint32_t shared_memory)
         : first_rows_(shared_memory + Config::Smem::first_rows_offset),
-          first_tokens_(shared_memory + first_tokens_offset()),
-          num_tokens_(shared_memory + num_tokens_offset()) {}
+          rank_tokens_(shared_memory + rank_tokens_offset()) {}
 
     // The first row that an expert has from a rank.
     __device__ uint32_t first_row(uint32_t local_expert_idx, uint32_t rank_idx) const {
@@ -138,35 +137,28 @@ class ReceivedTokens {
         constexpr uint32_t num_words = Config::Smem::first_rows_dim1;
         return first_rows_ + (local_expert_idx * num_words + rank_idx) * sizeof(uint32_t);
     }
-    __device__ uint32_t token_word(uint32_t rank_idx) const {
-        return first_tokens_ + rank_idx * sizeof(uint32_t);
-    }
-
     __device__ uint32_t count_word(uint32_t rank_idx) const {
-        return num_tokens_ + rank_idx * sizeof(uint32_t);
+        return rank_tokens_ + rank_idx * sizeof(uint32_t);
+    }
+    __device__ uint32_t token_word(uint32_t rank_idx) const {
+        return count_word(Config::num_ranks + 1 + rank_idx);
     }
 
-    static constexpr uint32_t first_tokens_offset() {
+    static constexpr uint32_t rank_tokens_offset() {
         if constexpr (Config::stages_by_expert) {
             return 0;  // there are none
         } else {
-            return Config::Smem::first_tokens_offset;
-        }
-    }
-    static constexpr uint32_t num_tokens_offset() {
-        if constexpr (Config::stages_by_expert) {
-            return 0;  // there are none
-        } else {
-            return Config::Smem::num_tokens_offset;
+            static_assert(Config::Smem::rank_tokens_dim1 == Config::num_ranks + 1);
+            return Config::Smem::rank_tokens_offset;
         }
     }
 
     // u32[E_local][ranks], with Config::stages_by_expert [ranks + 1]: first the counts, then what
     // is before them.
     uint32_t first_rows_;
-    uint32_t first_tokens_;  // u32[ranks + 1]: tokens of the ranks before
-    // u32[ranks]. Kept, for threads that wait for tokens read it while one still sums up.
-    uint32_t num_tokens_;
+    // u32[2][ranks + 1]: tokens of each rank, and of the ranks before. Both, for threads that wait
+    // for tokens read the first while one still sums up.
+    uint32_t rank_tokens_;
 };
 
 }  // namespace deep_moe

@@ -343,8 +343,9 @@ def repeats_with_other_rows() -> None:
             again_with_other_rows(layer, "random")
 
 
-def test_statistics_are_added_to() -> None:
-    with ranks(num_ranks=1, num_experts=4) as layer:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_statistics_are_added_to(placement: str) -> None:
+    with ranks(num_ranks=1, num_experts=4, placement=placement) as layer:
         (own,) = layer.layers
         totals, cycles = torch.ones(4, dtype=torch.int32), torch.ones(1, dtype=torch.int64)
         expected = totals.clone()

@@ -25,12 +25,14 @@ class CheckpointError(DeepMoEError):
 
 
 class RequantizationWarning(UserWarning):
-    """Weights were rounded anew, to scales that the kernel can apply, because the caller asked for
-    that.
+    """Weights were rounded again, to scales that the kernel can apply, because the caller passed
+    requantize=True.
 
-    layer: which. scales: what they have now, in words. share_moved: how many of its values changed.
-    relative_error: by how much, the length of all changes against that of all values.
-    largest_change: of one value.
+    layer: name of the layer.
+    scales: the scales that the weights have now, in words.
+    share_moved: share of the layer's values that changed.
+    relative_error: norm of all changes, divided by the norm of all values.
+    largest_change: largest change of one value.
     """
 
     def __init__(

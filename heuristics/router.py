@@ -20,22 +20,26 @@ MAX_ROUTER_EXPERTS = 1024
 class Router:
     """A router's rule, from logits to experts and weights.
 
-    A score is made of each logit. The experts with the largest choices, their scores plus a bias
-    where there is one, are the token's, in that order; of equal ones the lower expert comes first.
-    A weight is an expert's score, without the bias.
+    Each logit gives a score. An expert's choice is its score plus its bias, if there is one. A
+    token gets the experts with the largest choices, in that order; of equal ones the lower expert
+    comes first. An expert's weight is its score, without the bias.
 
     Attributes:
-        scoring: "softmax" over all experts, "sigmoid", or "sqrt_softplus", the root of
-            log(1 + exp(logit)), where the sum is rounded: scores below 0.01 are coarse; or
-            "tanh_sigmoid", the sigmoid as 0.5 + 0.5 tanh(0.5 logit), where weights get their scale
-            before they are divided, as in vLLM's kernel of groups; or "fast_softmax" and
-            "fast_sigmoid", by approximate powers and quotients, as in SGLang's kernel: choices of
-            "fast_softmax" are logits, plus the bias.
-        renormalize: weights are divided by their sum.
-        num_groups: groups of neighbouring experts, of which each has as many, 1 to 32.
-        num_chosen_groups: groups that a token's experts are from, 1 to num_groups. A group is as
-            good as its largest choice, or, with a bias, as the sum of its two largest.
-        scale: of the weights, in the end; finite.
+        scoring: how a logit gives a score.
+
+            - "softmax": over all experts.
+            - "sigmoid".
+            - "sqrt_softplus": sqrt(log(1 + exp(logit))). The sum is rounded, so scores below 0.01
+              are coarse.
+            - "tanh_sigmoid": the sigmoid as 0.5 + 0.5 tanh(0.5 logit). Weights are multiplied by
+              scale before they are divided, as in vLLM's kernel of groups.
+            - "fast_softmax", "fast_sigmoid": by approximate powers and quotients, as in SGLang's
+              kernel. Choices of "fast_softmax" are logits, plus the bias.
+        renormalize: whether weights are divided by their sum.
+        num_groups: number of groups of neighbouring experts, all of one size; 1 to 32.
+        num_chosen_groups: number of groups that a token's experts are from, 1 to num_groups. The
+            value of a group is its largest choice, or, with a bias, the sum of its two largest.
+        scale: finite factor of the weights, applied last.
 
     Raises:
         TypeError: a field has the wrong type.

@@ -43,7 +43,7 @@ def config(
     override: OverrideOption = None,
     uneven: Annotated[
         bool,
-        typer.Option("--uneven", help="As after a call with uneven routing (SM90)."),
+        typer.Option("--uneven", help="Choose as after a call with uneven routing (SM90)."),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

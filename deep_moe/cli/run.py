@@ -104,7 +104,7 @@ def run(
         int, typer.Option("--nan-tokens", min=0, help="Tokens of each rank that hold a NaN.")
     ] = 0,
     arch: Annotated[
-        str | None, typer.Option("--arch", help="Default: that of the GPU, sm_100a on a CPU.")
+        str | None, typer.Option("--arch", help="Target; default: the GPU's, sm_100a on a CPU.")
     ] = None,
     device: Annotated[
         Device | None,

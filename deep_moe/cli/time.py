@@ -45,14 +45,16 @@ def time(
     ] = None,
     clock_mhz: Annotated[
         float | None,
-        typer.Option("--clock-mhz", min=1, help="A measured clock, instead of the chip's law."),
+        typer.Option(
+            "--clock-mhz", min=1, help="Measured clock rate, in place of a predicted one."
+        ),
     ] = None,
     override: OverrideOption = None,
     phases: Annotated[
         bool,
         typer.Option(
             "--phases/--no-phases",
-            help="What bounds each phase: simulates a second call, whose kernel takes time stamps.",
+            help="Also say what bounds each phase, from a second simulated call with time stamps.",
         ),
     ] = True,
     machine_code: Annotated[

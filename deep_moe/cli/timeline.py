@@ -21,7 +21,7 @@ def timeline(
         typer.Argument(dir_okay=False, help="Where the page goes; default: FILE's name, .html."),
     ] = None,
     title: Annotated[
-        str | None, typer.Option("--title", help="Of the page; default: FILE's name.")
+        str | None, typer.Option("--title", help="Title of the page; default: FILE's name.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

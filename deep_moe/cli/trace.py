@@ -48,7 +48,7 @@ def trace(
     max_tokens: MaxTokensOption = None,
     seed: SeedOption = 0,
     arch: Annotated[
-        str | None, typer.Option("--arch", help="Default: that of the GPU, sm_100a on a CPU.")
+        str | None, typer.Option("--arch", help="Target; default: the GPU's, sm_100a on a CPU.")
     ] = None,
     device: Annotated[
         Device, typer.Option("--device", help="cpu: in the emulator; cuda: rank r on GPU r.")
@@ -68,7 +68,8 @@ def trace(
         LayerPath,
         typer.Option(
             "--path",
-            help="fused: one kernel; throughput: dispatch, experts and combine for many tokens.",
+            help="fused: one kernel; throughput: dispatch, experts and combine for many tokens; "
+            "split: not traced.",
         ),
     ] = LayerPath.fused_path,
     warmup: Annotated[

@@ -34,17 +34,17 @@ def tune(
         ),
     ] = None,
     tokens: Annotated[
-        str, typer.Option("--tokens", help="Per rank, separated by commas.")
+        str, typer.Option("--tokens", help="Tokens per rank, separated by commas.")
     ] = DEFAULT_TOKENS,
     budget: Annotated[
-        float, typer.Option("--budget", min=1, help="Seconds for everything, about.")
+        float, typer.Option("--budget", min=1, help="Seconds for the whole run, roughly.")
     ] = 300.0,
     table: Annotated[
         Path | None,
         typer.Option("--table", help="File to add to; default: DEEP_MOE_TUNING_TABLE or yours."),
     ] = None,
     commit: Annotated[
-        str | None, typer.Option("--commit", help="Of the sources, where git cannot tell.")
+        str | None, typer.Option("--commit", help="Commit of the sources, where git cannot tell.")
     ] = None,
     device: Annotated[
         Device | None,
@@ -61,7 +61,7 @@ def tune(
         str | None,
         typer.Option(
             "--gpu",
-            help="With --chip: whose entries they are, as CUDA names the GPU; default: NVIDIA "
+            help="With --chip: CUDA's name of the GPU that the entries are for; default: NVIDIA "
             "and the chip's name.",
         ),
     ] = None,

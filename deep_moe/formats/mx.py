@@ -20,14 +20,14 @@ from .block_scaled import (
 
 def quantize_mxfp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize activations `x` [..., K] to what a buffer's `x` and `x_sf` hold: float8_e4m3fn
-    [..., K] and UE8M0 scales int32 [..., K/128], four per word.
+    [..., K] and UE8M0 scales int32 [..., K/128] rounded up, four per word.
 
     Args:
-        x: bfloat16, float16 or float32, K a multiple of 128. Each 32 values share the smallest
-            power of two at which none exceeds 448 of it. A group with NaN or infinity becomes NaN.
+        x: bfloat16, float16 or float32, K a multiple of 32. The scale of 32 values is the smallest
+            power of two at which the largest of them is at most 448. A group with NaN or infinity
+            becomes NaN.
 
-    `prepare_inputs` does the same in one launch. Raises TypeError or ValueError for another dtype
-    or size.
+    `prepare_inputs` does the same in one launch.
 
     Examples:
         >>> values, sf = quantize_mxfp8(torch.full((128,), 3.0))

@@ -41,10 +41,13 @@ def quantize_nvfp4_tokens(
 
     Args:
         x: bfloat16, float16 or float32, K a multiple of 32.
-        token_scale: of all tokens, in place of those that follow from their values, as checkpoints
-            have it ("input_scale"); positive. Values above 2688 times it become that.
+        token_scale: one positive scale for all tokens, as a checkpoint's "input_scale"; larger
+            values become 2688 times it. By default each token's scale is its largest magnitude /
+            2688.
 
-    Raises TypeError or ValueError for another dtype, size or scale.
+    Raises:
+        TypeError: x has another dtype.
+        ValueError: x has another size, or token_scale is not allowed.
 
     Example:
         >>> packed, sf = quantize_nvfp4_tokens(torch.full((1, 64), 2688.0))

@@ -53,20 +53,22 @@ class SymmBuffer(RankBuffer):
     """One rank's inputs and work space.
 
     Attributes:
-        x: float8_e4m3fn [max tokens, hidden].
-        x_sf: int32 [max tokens, hidden/128], rounded up: bytes behind the last scale must be zero,
-            and rows of x may be longer than hidden. With token_format "bf16" x is bfloat16, and
-            x_sf, which nothing reads, int32 [max tokens, 0], with "fp8_128" x_sf is float32 [max
-            tokens, hidden/128], with "fp8_token" float32 [max tokens, 1].
+        x: float8_e4m3fn [max tokens, hidden]; with token_format "bf16" bfloat16; with "nvfp4" uint8
+            [max tokens, hidden/2]. Rows may be longer than hidden.
+        x_sf: int32 [max tokens, hidden/128], rounded up; the bytes behind the last scale must be
+            zero. With "fp8_128" float32 [max tokens, hidden/128]; with "fp8_token" float32 [max
+            tokens, 1]; with "nvfp4" int32 [max tokens, 1 + hidden/64], rounded up; with "bf16"
+            int32 [max tokens, 0].
         topk_idx: int64 [max tokens, topk].
-        topk_weights: float32 [max tokens, topk]. These four are views that the caller fills before
-            a call.
+        topk_weights: float32 [max tokens, topk].
         nbytes: size of the whole buffer.
 
-    One thread at a time uses a buffer: a second one is refused at once.
+    The caller fills the first four, which are views of the buffer, before a call.
 
-    A call that raised MegaMoEError leaves the work space in the middle of things: `reset()` on
-    every rank makes it usable again, and until then further calls are refused. Inputs survive.
+    One thread at a time uses a buffer: a call of a second thread is an error.
+
+    After a call that raised MegaMoEError, further calls are errors until `reset()` on every rank.
+    The inputs survive.
     """
 
     def __init__(
@@ -192,16 +194,16 @@ def get_symm_buffer_for_mega_moe(
         num_shared_experts: experts of the same sizes, 0 to 4, that every token goes to beside its
             slots, with weight 1. Every rank holds all of them, behind its routed ones in the same
             tensors; `num_experts` is without them.
-        num_pool_tokens: most rows of the pool that received tokens go through, a multiple of 384.
-            With fewer than a call may bring, they are used again within a call: the buffer is
-            smaller, and no token is lost. None: as many as a call may bring. `buffer_size` says
-            what that comes to.
+        num_pool_tokens: rows of the pool that received tokens go through, a multiple of 384. A call
+            that brings more rows reuses them, and no token is lost. None: as many rows as a call
+            may bring, in a larger buffer (`buffer_size`).
         biases: whether both linear layers have biases, which each call is then given.
-        token_format: what `x` and `x_sf` hold: "mxfp8", E4M3 with a UE8M0 scale for 32 values, four
-            in an int32, the default with mxfp4 and fp8 weights; "fp8_128", E4M3 with a float32
-            scale of any size for 128 values, with fp8 weights on sm_90a, or "fp8_token", with one
-            for all values, with fp8 weights, where hidden is a multiple of 128; or "bf16", the
-            default with bf16, nvfp4, int4 and mxfp8 weights, and on sm_90a with mxfp4 ones.
+        token_format: format of the tokens, which decides the types of `x` and `x_sf`. "mxfp8", the
+            default with mxfp4 and fp8 weights: E4M3 with a UE8M0 scale per 32 values, four in an
+            int32. "bf16", the default with other weights, also with mxfp4 ones: no scales. Where
+            hidden is a multiple of 128, with fp8 weights: "fp8_token", E4M3 with a float32 scale
+            per token, and on sm_90a "fp8_128", E4M3 with a float32 scale per 128 values. On SM100
+            mxfp8 weights take "mxfp8" only, which must be named, and nvfp4 weights also "nvfp4".
         device: where the calls run. A CPU runs them in the emulator, with memory that the processes
             of the group share. By default the current GPU for a group with NCCL and, if there is a
             GPU, for None; otherwise the CPU.

@@ -42,7 +42,7 @@ class CompilingKernels:
     """Kernels that `compile_ahead` has begun to compile.
 
     Attributes:
-        gpu: that they are loaded on, None for the emulator.
+        gpu: the GPU that `wait` loads them on, None for the emulator.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class CompilingKernels:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether compiling has ended, with or without an error."""
         return self._process.poll() is not None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until all are in the cache and read, and on a GPU loaded in this process: no call of the
-        buffer compiles, reads, loads or chooses anything then (`deep_moe.jit.kernel_counts`).
+        """Wait until all kernels are compiled, and load them in this process. After that, no call
+        of the buffer compiles, reads, loads or chooses a kernel (`deep_moe.jit.kernel_counts`).
 
         Args:
             timeout_s: how long to wait, in seconds; None: until all are there.

@@ -55,8 +55,7 @@ class EmulatedRanks(Closing):
         num_ranks: ranks to emulate.
 
     Attributes:
-        buffers: one SymmBuffer per rank; fill their views, then `call`. Arguments are those of
-            `get_symm_buffer_for_mega_moe`.
+        buffers: one SymmBuffer per rank; fill their views, then `call`.
 
     Raises:
         TypeError: an argument has the wrong type.

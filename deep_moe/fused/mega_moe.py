@@ -85,8 +85,8 @@ def mega_moe(
         y: bfloat16 [tokens, hidden], written; its rows say how many tokens the call has.
         weights: what `transform_weights_for_mega_moe` returned, of the formats of the buffer.
         sym_buffer: of `get_symm_buffer_for_mega_moe`.
-        cumulative_local_expert_recv_stats: int32 [local experts]; each gets the number of tokens
-            that this call sent to it added.
+        cumulative_local_expert_recv_stats: int32 [local experts]; the call adds to each entry the
+            number of tokens that this expert received.
         activation: a name of `deep_moe.activations.ACTIVATIONS`, or an object of
             `deep_moe.activations`, which has parameters of its own. Equal on all ranks. With one
             without a gate, as "relu2", weights have I rows in Linear1.
@@ -99,13 +99,12 @@ def mega_moe(
         l2_bias: likewise of Linear2. The kernel adds them before the routing weight.
         {options}
 
-    One thread at a time calls with a buffer, and all ranks in the same order. There is no backward
-    pass: a gradient that is asked for is refused.
+    One thread at a time calls with a buffer, and all ranks call in the same order. There is no
+    backward pass: inputs that require a gradient are an error.
 
-    A CUDA graph keeps the kernel that the call was captured with. A captured call compiles and
-    loads none if one is loaded that earlier calls with these arguments ran, even where another
-    would now be faster. So call before the capture: twice, with a wait in between, where the second
-    call may learn from the first.
+    A CUDA graph keeps the kernel that the call was captured with. While a graph is captured, a call
+    takes a kernel that an earlier call with these arguments ran, if there is one. So call twice
+    before the capture, and wait in between: the second call may choose a faster kernel.
 
     Nothing is launched if an argument is not allowed. MegaMoETimeoutError says which rank did not
     arrive; on a GPU, the next call or `sym_buffer.raise_if_failed()` raises it. After it, and on

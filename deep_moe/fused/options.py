@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 
 class CallOptions(TypedDict, total=False):
-    """Options of a call, by keyword. None is as good as none.
+    """Options of a call, by keyword. None means that an option is not given.
 
     arch: "sm_100a" and so on; by default that of the buffer's GPU, sm_100a on a CPU.
-    num_sms: CTAs, equal on all ranks; by default all SMs of the GPU, 4 on a CPU. Even on SM100. At
-        most the SMs of the GPU; on a CPU, what memory allows.
-    expected_tokens_per_rank: the mean over all ranks in this call, if the caller knows it; it
-        decides how fast the call is, not what it computes. By default the rank's own number, or
-        more if its experts received more in the last call that the host knows of
-        (docs/tuning.md).
-    overrides: config fields to set instead of the heuristics' choice, by name. Else, a GPU's
-        tuning tables come before the heuristics' formula (docs/tuning.md).
-    timeout_s: limit of the kernel's waits for other ranks, for example for one that comes late;
-        waits that depend on others have up to four times as long. By default 60 on GPUs and 600 in
-        the emulator.
+    num_sms: number of CTAs, equal on all ranks; on SM100 an even number. By default all SMs of the
+        GPU, which are also the limit; 4 on a CPU.
+    expected_tokens_per_rank: mean number of tokens over all ranks in this call, if the caller knows
+        it. The number decides the time of the call, not its result. By default the rank's own
+        number of tokens, or more if its experts received more in the last call that the host knows
+        of (docs/tuning.md).
+    overrides: config fields by name, whose values replace the chosen ones. Without, a GPU's tuning
+        tables come before the heuristics' formula (docs/tuning.md).
+    timeout_s: limit of the kernel's waits for other ranks, in seconds. Waits that depend on other
+        waits have up to four times that limit. By default 60 on GPUs and 600 in the
+        emulator.
     schedule_seed: on a CPU, picks the order in which the emulator interleaves warps; 0 by default.
-    accumulate: add to what y holds, first and in float32, before the one rounding to bfloat16; a
-        token that names no expert keeps its row. By default what y holds does not matter.
-    checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for races
+    accumulate: add the result to y, in float32, before the one rounding to bfloat16. A token that
+        names no expert keeps its row. By default y is overwritten.
+    checked: check the expert ids, for which a call on a GPU waits; on a CPU also look for races
         in the kernel and writes beside the buffer. By default only on CPUs. Unchecked, an expert id
         out of range is taken as -1.
     """

@@ -94,12 +94,12 @@ class GroupedExperts(Closing):
         num_local_experts: experts of this rank.
         weights: format of the weights.
         biases: whether both layers have biases.
-        token_format: as `LowLatencyAllToAll` names it. With mxfp4 and fp8 weights "mxfp8" (the
-            default): E4M3 with UE8M0 scales per 32, "fp8_128_ue8m0": with UE8M0 scales per 128, or
-            "fp8_128_pow2": with float32 scales per 128 that are powers of two. With fp8 weights
-            that have scales of rows or matrices "fp8_token": with one float32 scale for each row of
-            x. With fp8 weights on sm_90a also "fp8_128": with float32 scales per 128 of any size.
-            With bf16 weights, and on sm_90a with mxfp4 ones, "bf16".
+        token_format: format of x. With mxfp4 and fp8 weights: "mxfp8", the default, E4M3 with a
+            UE8M0 scale per 32 values; "fp8_128_ue8m0", with one per 128; "fp8_128_pow2", with a
+            float32 scale per 128 that is a power of two. With fp8 weights also "fp8_token", with a
+            float32 scale per row, for weights with scales per row or matrix, and on sm_90a
+            "fp8_128", with a float32 scale per 128. "bf16" is the default with other weights, and
+            goes with mxfp4 ones, too. docs/split.md has a table.
         activation: as of `mega_moe`.
         activation_clamp: as of `mega_moe`.
         fast_math: as of `mega_moe`.
@@ -112,8 +112,8 @@ class GroupedExperts(Closing):
         overrides: config fields by name, as of a fused call.
         timeout_s: limit of the kernel's waits; by default 60 on GPUs and 600 in the emulator.
             Nothing waits for other ranks.
-        checked: look at what a call is given beyond its form, which on a GPU means to wait for it,
-            and, on a CPU, for races in the kernel. By default only on CPUs.
+        checked: check the values of the counts, for which a call on a GPU waits; on a CPU also look
+            for races in the kernel. By default only on CPUs.
         schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
 
     The host waits for nothing, and calls may be captured in a CUDA graph after one outside. The

@@ -58,8 +58,8 @@ class LowLatencyAllToAll(SplitLayer):
             scale per 32 values; "bf16", not quantized.
         any_format: make room for every format, so that a dispatch may have another one.
         zero_copy: make room for the experts' rows in the buffer, for `get_combine_buffer`.
-        scales_by_column: scales of neighbouring rows lie side by side, as in [experts, hidden/128,
-            N] transposed, not those of one row.
+        scales_by_column: scales lie in memory as [experts, hidden/128, N]: those of neighbouring
+            rows side by side.
         placement: "ranks": a token goes once to each rank of its experts, which spreads it there.
             "experts": a token goes once to each of its experts, into memory that is kept for that
             expert and source rank; this takes more bytes over the links and more memory. Results
@@ -68,9 +68,8 @@ class LowLatencyAllToAll(SplitLayer):
             x_sf and origins, and sends x as it is.
         group_size: values per scale for "fp8_128" and "fp8_128_pow2": 16, 32, 64, 128, 256 or 512,
             a divisor of hidden. Scales are [.., hidden/group_size] then.
-        dtype: torch.bfloat16 or torch.float16: of tokens that come to be quantized, or travel as
-            they are, and of the experts' rows and their sums. Where bfloat16 is said of these
-            below, it is that.
+        dtype: torch.bfloat16 or torch.float16: type of tokens that are not quantized, of the
+            experts' rows and of their sums. It takes the place of bfloat16 in what follows.
         device: where the calls run. A CPU runs them in the emulator. By default the current GPU for
             a group with NCCL and, if there is a GPU, for None; otherwise the CPU.
         num_sms: CTAs of a kernel, equal on all ranks; by default all SMs of the GPU, 4 on a CPU.
@@ -78,9 +77,8 @@ class LowLatencyAllToAll(SplitLayer):
             emulator. After it MegaMoETimeoutError says who waited for whom, and `reset()` is
             needed.
         arch: "sm_100a" and so on; by default that of the GPU, sm_100a on a CPU.
-        checked: look at the expert ids, which on a GPU means to wait for them, and, on a CPU, for
-            races in the kernels. By default only on CPUs. Unchecked, an id out of range is taken as
-            -1.
+        checked: check the expert ids, for which a call on a GPU waits; on a CPU also look for races
+            in the kernels. By default only on CPUs. Unchecked, an id out of range is taken as -1.
         schedule_seed: on a CPU, picks the order in which the emulator interleaves warps.
         enable_profiling: let the kernels stamp their phases, for `dump_dispatch_trace` and
             `dump_combine_trace`. Calls take a few microseconds longer.

@@ -52,18 +52,19 @@ GIVEN_FORMATS = tuple(
 
 @dataclass(frozen=True, eq=False)
 class AllToAllHandle:
-    """Where the rows of a dispatch went: what its combine needs, and a dispatch of other rows the
-    same ways. It is good for any number of both, in any order, until its layer is reset or closed.
+    """Where the rows of a dispatch went. A combine needs it, and so does a dispatch that sends
+    other rows to the same places. Both may use it any number of times, in any order, until the
+    layer is reset or closed.
 
     Attributes:
-        num_tokens: of this rank.
-        slot_rows: int32 [tokens, topk], of each slot rank << 24 | row there, -1 if it is not used.
+        num_tokens: number of tokens of this rank.
+        slot_rows: int32 [tokens, topk]: for each slot rank << 24 | row there, -1 if unused.
         expert_begin: as in `Received`.
         expert_count: as in `Received`.
         expert_end: as in `Received`.
-        rank_tokens: int32 [ranks], tokens of each.
-        rows_here: int32 [ranks, max_tokens_per_rank, topk], of all ranks' slots the row here, -1 if
-            it is not for this rank; what lies behind a rank's tokens is not written.
+        rank_tokens: int32 [ranks], number of tokens of each rank.
+        rows_here: int32 [ranks, max_tokens_per_rank, topk]: for each slot of all ranks the row
+            here, -1 if it is not for this rank. Entries behind a rank's tokens are not written.
     """
 
     layer: object
@@ -234,14 +235,14 @@ class AllToAll(SplitLayer):
             topk_weights: float32 [tokens, topk], sent along, one to each row.
             x_sf: scales [tokens, hidden/128] of an x that is float8_e4m3fn already; None for
                 bfloat16.
-            token_format: how they travel in this call, if not as the layer was made for.
-            handle: instead of topk_idx, of an earlier dispatch: rows go the ways of its rows,
-                without counts. What combine's gradient needs: with topk_weights each row is
-                multiplied by its slot's, in float32, and rounded once; they are not sent then, and
-                tokens is "bf16".
-            row_ids: whether to tell of each row which slot it is for.
+            token_format: format in which tokens travel in this call; by default the layer's.
+            handle: in place of topk_idx, the handle of an earlier dispatch: rows go where its rows
+                went. This is combine's gradient. Given topk_weights, each row is multiplied by its
+                slot's weight in float32 and rounded once; the weights are then not sent, and
+                token_format is "bf16".
+            row_ids: whether to return `row_ids`, the slot of each row.
 
-        tokens, and whether there are topk_weights, x_sf and a handle, must be the same on all
+        token_format, and whether there are topk_weights, x_sf and a handle, must be the same on all
         ranks. Returns what was received and the handle for `combine`.
 
         Raises:
@@ -280,10 +281,10 @@ class AllToAll(SplitLayer):
         Errors are as of `dispatch`.
 
         Args:
-            y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; those of no token
-                are not looked at. On all ranks `get_combine_buffer()`, from which other ranks fetch
-                their rows, or on none: then rows are sent to the tokens' ranks, over what that
-                buffer holds. If ranks differ, each gets an error that names another.
+            y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; rows of no token
+                are not read. Either `get_combine_buffer()` on all ranks, from which other ranks
+                fetch rows; or another tensor on all ranks, whose rows are sent to the tokens'
+                ranks and overwrite that buffer there. If ranks differ, each gets an error.
             handle: what the dispatch returned.
             topk_weights: float32 [tokens, topk]; None: the plain sum, which is dispatch's gradient
                 too.

@@ -59,12 +59,12 @@ class ThroughputMoE(DumpsTraces, Closing):
     Other arguments and errors are as of `AllToAll` and `GroupedExperts`.
 
     Args:
-        max_recv_rows: most rows that the experts of a rank get in one call; with more every rank
-            gets a MegaMoEError, on a GPU at its next call or `check()`, and `reset()` is needed. By
-            default as many as can come, ranks * max_tokens_per_rank * num_topk; there is memory for
-            all of them.
-        token_format: in which tokens travel, one that `GroupedExperts` has for the weights: by
-            default "mxfp8", and "bf16" for bf16 weights.
+        max_recv_rows: most rows that the experts of a rank get in one call, for which there is
+            memory. With more every rank gets a MegaMoEError, on a GPU at its next call or
+            `check()`, and `reset()` is needed. By default as many as can come: ranks *
+            max_tokens_per_rank * num_topk.
+        token_format: format in which tokens travel, with the choices and defaults of
+            `GroupedExperts`.
         quantize_behind: whether tokens travel as bfloat16 and are quantized to token_format where
             their experts are. Results have the same bits; the links carry twice the bytes.
         device: as of both.

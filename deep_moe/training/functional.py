@@ -56,80 +56,78 @@ def moe(
 ) -> torch.Tensor:
     """A mixture-of-experts layer, differentiable in x, topk_weights, weights and biases.
 
-    For each token the sum over its slots of topk_weight * (h @ w2 + b2) with
-    h = activation(x @ w1 + b1, x @ w3 + b3), each with the slot's expert.
+    A token's output is the sum over its slots of topk_weight * (h @ w2 + b2) with
+    h = activation(x @ w1 + b1, x @ w3 + b3), where weights and biases are those of the slot's
+    expert.
 
     Args:
         x: bfloat16 [tokens, hidden]. Tokens may be 0 and differ from rank to rank.
-        topk_idx: int64 or int32 [tokens, topk], topk 1 to 32: expert ids of all ranks. -1, and
-            whatever else names no expert, is an unused slot: it adds nothing, and its gradient is
-            zero.
+        topk_idx: int64 or int32 [tokens, topk], topk 1 to 32: expert ids of all ranks. A slot of
+            -1, or of any other number that is no expert, is unused: it adds nothing, and its
+            gradient is zero.
         topk_weights: float32 [tokens, topk].
-        w1: bfloat16 [experts, hidden, intermediate], gate and up. With w3 None, w1 has both,
-            [experts, hidden, 2 * intermediate], gate first: fewer and larger products.
-        w3: bfloat16 [experts, hidden, intermediate], gate and up. With w3 None, w1 has both,
-            [experts, hidden, 2 * intermediate], gate first: fewer and larger products.
-        w2: bfloat16 [experts, intermediate, hidden].
-        b1: float32 or bfloat16 [experts, intermediate];
-        b3: float32 or bfloat16 [experts, intermediate];
-        b2: [experts, hidden]. All three or none.
-        group: ranks that share the experts, each as many, rank r the r-th part. Every rank of it
-            makes the same calls, forward and backward, also without tokens. None: this rank has all
-            of them. An `AllToAll` made for the layer's sizes where the ranks share an NVLink
-            domain: its buffers bound a call, and no host waits. Layers of a model may share one;
-            its expert_alignment is a multiple of 8, hidden one of 128. A process group of PyTorch's
-            anywhere.
-        precision: "bf16"; or "mxfp8": the forward pass multiplies what E4M3 with a UE8M0 scale per
-            32 values along the sums holds of tokens, weights and the activation's output. The
-            backward pass is that of "bf16": gradients pass through the rounding as if it were not
-            there. Weights are rounded in every forward pass; a rounded copy is kept only within
-            `frozen_weights`. Or "fp8": the same with a float32 scale per 128 values of tokens and
-            of the activation's output, and per 128 x 128 of weights. On SM90 our products multiply
-            the E4M3 values themselves; other GPUs, and `arch` of them, are refused. Or "fp8_dgrad":
-            the same, and the backward pass multiplies E4M3 where the gradients of Linear2's and of
-            Linear1's output are multiplied with weights. These gradients have a scale per 128
-            values of a row, and the weights are those of the forward pass. Products that give the
-            gradients of weights are BF16. Or "fp8_wgrad": the same, and these products multiply
-            E4M3, too, with a scale for 128 rows of an expert times 128 columns.
-        recompute: keep nothing but x and the routing for the backward pass, and compute Linear1
-            again. Otherwise its output is kept, too. No other activations are.
+        w1: bfloat16 [experts, hidden, intermediate], gate. With w3 None, w1 has gate and then up,
+            [experts, hidden, 2 * intermediate]: fewer and larger products.
+        w3: bfloat16 [experts, hidden, intermediate], up; or None.
+        w2: bfloat16 [experts, intermediate, hidden], down.
+        b1: float32 or bfloat16 [experts, intermediate]. All three biases or none.
+        b3: float32 or bfloat16 [experts, intermediate].
+        b2: float32 or bfloat16 [experts, hidden].
+        group: ranks that share the experts: rank r has the r-th of equal parts. Every rank makes
+            the same calls, forward and backward, also without tokens. None: this rank has all
+            experts. For ranks of one NVLink domain an `AllToAll` of the layer's sizes, with an
+            expert_alignment that is a multiple of 8 and hidden one of 128: its max_recv_rows bounds
+            a call, and no host waits. Layers of a model may share it. Otherwise a process group of
+            PyTorch.
+        precision: what is rounded before it is multiplied. Gradients pass through the roundings as
+            if they were not there.
+
+            - "bf16": nothing but values in bfloat16.
+            - "mxfp8": in the forward pass tokens, weights and the activation's output become E4M3
+              with a UE8M0 scale per 32 values along the sums.
+            - "fp8": in the forward pass these become E4M3 with a float32 scale per 128 values, and
+              for weights per 128 x 128. The tensor cores multiply the E4M3 values. GPUs: SM90 only.
+            - "fp8_dgrad": as "fp8", and the products of the backward pass that give gradients of
+              activations multiply E4M3, too.
+            - "fp8_wgrad": as "fp8_dgrad", and the products that give gradients of weights multiply
+              E4M3, too, with a scale per 128 rows of an expert x 128 columns.
+
+            Weights are rounded in every forward pass. Passes within `frozen_weights` share rounded
+            weights.
+        recompute: keep only x and the routing for the backward pass, and compute Linear1 again. By
+            default Linear1's output is kept, too.
         activation: as in `fp8_fp4_mega_moe`.
         activation_clamp: as in `fp8_fp4_mega_moe`.
         max_recv_slots: with a process group, most slots that a rank may receive in a call, those of
-            its own tokens included. If one would get more, every rank gets a RuntimeError that
-            names it; None for no bound. An AllToAll has a bound of its own, and a MegaMoEError for
-            it, on a GPU at the latest at its next call.
-        keep_received: with a group, keep the received tokens for the backward pass, too, which then
-            need not be sent again.
+            its own tokens included; None for no bound. If a rank would get more, every rank gets a
+            RuntimeError that names that rank. The bound of an `AllToAll` is its max_recv_rows.
+        keep_received: with a group, keep the received tokens for the backward pass, in place of
+            sending them again.
         quantize_kept: keep Linear1's output as E4M3 with a float32 scale per 128 values, in little
-            more than half the memory. The output is the same; gradients see the rounding where the
-            activation's slopes and its output are made again. Of bfloat16 layers, whose
-            intermediate size is a multiple of 128; not with recompute, which keeps none of it.
+            more than half the memory. The layer's output is the same; gradients see the rounding.
+            For bfloat16 layers whose intermediate size is a multiple of 128, without recompute.
         arch: on a CPU, None for the layer's steps in PyTorch, or a target's name, whose kernels
-            then run in the emulator; on a GPU its own target or None. Products are PyTorch's
-            everywhere, but for those that multiply E4M3.
-        forward: "training"; or "serving": the forward pass is the call that serves the layer,
-            `mega_moe` over `sym_buffer`, so that its output has the bits of serving. Weights are
-            rounded to the nearest of the buffer's format in every forward pass; no rounded copy is
-            kept. The backward pass is that of "training" with recompute, with tokens and weights as
-            they are: gradients pass through the roundings as if they were not there.
+            then run in the emulator; on a GPU its own target or None. Products that do not multiply
+            E4M3 are PyTorch's everywhere.
+        forward: "training"; or "serving": the forward pass is `mega_moe` over `sym_buffer`, so its
+            output has the bits of serving. Every forward pass rounds the weights to the buffer's
+            format; no rounded copy is kept. The backward pass is that of "training" with recompute,
+            with unrounded tokens and weights.
         sym_buffer: with forward "serving", a buffer of `get_symm_buffer_for_mega_moe` for the
             layer's sizes, without shared experts. Its ranks are those of `group`. Layers of a model
             may share one, and an engine in the same process may, too.
 
-    Sizes are multiples of 8, with "mxfp8" of 32, with "fp8..." of 128. All tensors are
-    contiguous and on one device, with at most 1024 experts of a rank. Weights may also be what
-    `.transpose(1, 2)` makes of contiguous [experts, out, in], as checkpoints and other trainers
-    have them; they are not copied then.
+    Sizes are multiples of 8, with "mxfp8" of 32, with "fp8..." of 128. All tensors are contiguous
+    and on one device; a rank has at most 1024 experts. Weights may also be transposed views,
+    `.transpose(1, 2)` of contiguous [experts, out, in], as checkpoints and other trainers have
+    them; they are not copied.
 
-    On one rank no host waits for a GPU, in either pass, and CUDA graphs capture both, over an
-    AllToAll, too. With a process group the host waits once in a forward pass, for the numbers of
-    slots to send. With either a compiler's graph breaks there.
+    On one rank and over an `AllToAll` no host waits for a GPU, and CUDA graphs capture both passes.
+    With a process group the host waits once in a forward pass, for the numbers of slots to send.
+    With any group, `torch.compile` breaks its graph at the layer.
 
-    float64 in place of bfloat16 and float32 (precision "bf16") is for checking gradients: it runs
-    in PyTorch alone and may wait. Equal inputs give equal bits, gradients included.
-
-    Raises TypeError and ValueError that name the argument, what is allowed, and what was given.
+    To check gradients, pass float64 in place of bfloat16 and float32, with precision "bf16": this
+    runs in PyTorch alone. Equal inputs give equal bits, gradients included.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -34,10 +34,13 @@ if TYPE_CHECKING:
 class MoELayer(nn.Module):
     """The experts of a mixture-of-experts layer; the router is the caller's.
 
+    Parameters are `w1`, `w3` [experts, hidden, intermediate] and `w2` [experts, intermediate,
+    hidden]; with biases also `b1`, `b3` [experts, intermediate] and `b2` [experts, hidden].
+
     Args:
-        hidden: of each expert.
-        intermediate: of each expert.
-        num_experts: of all of them.
+        hidden: size of a token.
+        intermediate: size between Linear1 and Linear2.
+        num_experts: number of experts of all ranks together.
         fuse_w1_w3: W1 and W3 are one parameter `w1` [experts, hidden, 2 * intermediate], gate
             first, and `w3` is None: fewer and larger products.
         biases: three more parameters, float32, zero at first.
@@ -53,12 +56,8 @@ class MoELayer(nn.Module):
         arch: as in `deep_moe.moe`.
         forward: as in `deep_moe.moe`.
         sym_buffer: as in `deep_moe.moe`.
-        device: of the parameters; dtype bfloat16, or float64 to check gradients.
-        dtype: of the parameters; dtype bfloat16, or float64 to check gradients.
-
-    Attributes:
-        Parameters: w1, w3 [experts, hidden, intermediate], w2 [experts, intermediate, hidden], and
-            maybe b1, b3 [experts, intermediate], b2 [experts, hidden].
+        device: of the parameters.
+        dtype: of the parameters: bfloat16, or float64 to check gradients.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -260,9 +259,9 @@ class MoELayer(nn.Module):
         """Take the weights of a checkpoint, whose matrices are [out, in], of any float type.
 
         Args:
-            l1: [experts, 2 * intermediate, hidden], gate's rows above up's;
-            l2: [experts, hidden, intermediate]; both as `deep_moe.checkpoint.load_experts` gives
-                BF16 weights.
+            l1: [experts, 2 * intermediate, hidden], gate's rows above up's, as
+                `deep_moe.checkpoint.load_experts` gives BF16 weights.
+            l2: [experts, hidden, intermediate], likewise.
 
         Raises:
             TypeError: an argument has the wrong type.

@@ -94,12 +94,12 @@ class MegaMoEWeights:
     makes, and `mega_moe` takes.
 
     Args:
-        l1: of both linear layers, each a pair (weight, sf) of contiguous tensors with the experts
-            in front, which may be permuted in place.
-        l2: of both linear layers, each a pair (weight, sf) of contiguous tensors with the experts
-            in front, which may be permuted in place.
-        weights: the formats' names. kernel: whose layout it is, "sm90" or "sm100".
-        token_format: the formats' names. kernel: whose layout it is, "sm90" or "sm100".
+        l1: (weight, sf) of Linear1: contiguous tensors, whose first dimension is the expert. They
+            may be permuted in place.
+        l2: (weight, sf) of Linear2, likewise.
+        weights: name of the weights' format.
+        token_format: name of the tokens' format.
+        kernel: the kernel that reads this layout, "sm90" or "sm100".
         has_gate: whether l1 has rows of gate above those of up.
 
     Examples:

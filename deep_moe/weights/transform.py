@@ -53,41 +53,43 @@ def transform_weights_for_mega_moe(
     """Lay out weights for the kernel, once, after loading. The sources may then be freed.
 
     Args:
-        l1_weights: (values [E, 2*I, H], scales), rows gate 0..I-1, then up 0..I-1, and a third
-            tensor where matrices have scales of their own. For an activation without a gate (values
-            [E, I, H], ...).
+        l1_weights: (values [E, 2*I, H], scales), rows of gate, then rows of up. With "nvfp4" a
+            third tensor has the scales of the matrices. For an activation without a gate, values
+            are [E, I, H].
         l2_weights: (values [E, H, I], scales), likewise.
         arch: the target; by default that of the tensors' device, sm_100a for tensors on the CPU.
-        weights: their format.
+        weights: their format. Below, a matrix is [N, K]; K/128 and the like are rounded up.
 
-            - "mxfp4": int8, two E2M1 values in each, so [E, N, K/2], and int32 scales [E, N,
-              K/128], four UE8M0 bytes in each, one for every 32 values.
-            - "fp8": float8_e4m3fn [E, N, K]. Scales for every 32 values, in int32 as above, or [E,
-              N, K/32], or for every 128 x 128 of them, [E, N/128, K/128], each rounded up, for
-              Linear1 [E, 2*ceil(I/128), ...], those of gate before those of up: float8_e8m0fnu,
-              uint8, or float32. On sm_100a and sm_103a they have to be powers of two. On sm_90a
-              they have to be equal within 128 x 128 values, and may be any positive numbers. Or one
-              for every row, float32 [E, N], or for every matrix, float32 [E, 2] of gate and up and
-              [E, 1]: beside "fp8_token" tokens any positive numbers.
-            - "bf16": bfloat16 [E, N, K], without scales: a tensor for each layer, not a pair. What
-              is returned are pairs as of all formats, with an empty tensor in place of scales.
-            - "nvfp4": int8 or uint8 [E, N, K/2], as of "mxfp4", float8_e4m3fn scales [E, N, K/16],
-              and float32 scales of matrices, which multiply, [E, 2] of gate and up, and [E, 1].
-        token_format: that of the tokens that they go with: "mxfp8", the default with "mxfp4" and
-            "fp8"; "fp8_token" with "fp8"; "fp8_128" with "fp8" on sm_90a; "bf16", the default with
-            "bf16", and with "mxfp4" on sm_90a.
-        requantize: of fp8, let scales be others, too: the weights are then rounded anew, and a
+            - "mxfp4": int8 [E, N, K/2], two E2M1 values in each. Scales are int32 [E, N, K/128],
+              four UE8M0 bytes in each, one byte per 32 values.
+            - "fp8": float8_e4m3fn [E, N, K]. Scales per 32 values are int32 as above, or
+              float8_e8m0fnu, uint8 or float32 [E, N, K/32]. Scales per 128 x 128 values have these
+              types, too, [E, N/128, K/128]; in Linear1 those of gate stand before those of up,
+              [E, 2*ceil(I/128), H/128]. On sm_100a and sm_103a all of these must be powers of two.
+              On sm_90a they must be equal within 128 x 128 values, and may be any positive numbers.
+              With token_format "fp8_token", scales per row are float32 [E, N], and scales per
+              matrix float32 [E, 2] of gate and up and [E, 1]: any positive numbers.
+            - "bf16": one bfloat16 tensor [E, N, K] per layer in place of a pair.
+            - "nvfp4": int8 or uint8 [E, N, K/2]. Scales are float8_e4m3fn [E, N, K/16]. Scales of
+              matrices, which multiply, are float32 [E, 2] of gate and up, and [E, 1].
+            - "int4": int8 or uint8 [E, N, K/2], two codes in each. Scales are bfloat16 [E, N, K/32]
+              or [E, N, K/128].
+            - "mxfp8": float8_e4m3fn [E, N, K]. Scales are int32 [E, N, K/128], or uint8 or
+              float8_e8m0fnu [E, N, K/32].
+        token_format: format of the tokens that the weights are multiplied with, with the defaults
+            of `get_symm_buffer_for_mega_moe`; on SM100 "mxfp8" is the default of mxfp8 weights.
+        requantize: with "fp8", take other scales, too: the weights are then rounded again, and a
             `RequantizationWarning` says how far they moved.
-        out: where to put them, for the same E, of `empty_weights_for_mega_moe`; by default new
-            tensors. After an error its contents are undefined.
+        out: where to put the result: tensors of `empty_weights_for_mega_moe` for the same E; by
+            default new tensors. After an error its contents are undefined.
 
-    H and I are multiples of 32. Up to multiples of 128, weights are padded with zeros. What is a
-    quotient by 128 above is rounded up.
+    H and I are multiples of 32. Weights are padded with zeros to multiples of 128.
 
-    Returns `out`, which unpacks into the pairs of both layers: `l1, l2 = ...`. Every weight keeps
-    its exact value, unless requantized. ValueError names expert and row of a scale that is NaN, of
-    one that the target cannot apply, and, on sm_90a, of a row whose MXFP4 scales differ by more
-    than 2^26, or beside bf16 tokens by more than 2^125.
+    Returns `out`, which unpacks into the pairs of both layers: `l1, l2 = ...`. A "bf16" pair has an
+    empty tensor in place of scales. Every weight keeps its exact value, unless requantized; INT4
+    weights are rounded in the kernel. ValueError names expert and row of a scale that is NaN or
+    that the target cannot apply, and, on sm_90a, of a row whose MXFP4 scales differ by a factor of
+    more than 2^26, or beside bf16 tokens of more than 2^125.
 
     Examples:
         Expert by expert, so that a layer and its transformed copy never exist at the same time:

@@ -214,7 +214,10 @@ def main(words: list[str] | None = None, name: str = "warpcheck") -> None:
         words: of the command line, by default the process's.
         name: of the command, as its help has it.
     """
-    app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+    # Markdown's paragraphs are as wide as the terminal, not as in the source.
+    app = typer.Typer(
+        add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode="markdown"
+    )
     app.command(context_settings=CONTEXT_SETTINGS)(check)
     try:
         status = app(words, prog_name=name, standalone_mode=False)

@@ -19,14 +19,12 @@ def quantize_int4(x: torch.Tensor, group_size: int = 32) -> LayerWeights:
     scales [..., N, K/group_size], rounded up.
 
     Args:
-        x: bfloat16, float16 or float32, finite, K a multiple of 32, the dimension that is summed
-            over: [E, 2*I, H] with the rows of gate before those of up for Linear1, [E, H, I] for
-            Linear2.
-        group_size: values that share a scale, 32 or 128. The scale is their largest magnitude / 7,
-            rounded to BF16; values are rounded to whole numbers in units of it, ties to even.
-
-    Raises TypeError or ValueError for another dtype or size, and for NaN or infinity, which INT4
-    does not hold.
+        x: bfloat16, float16 or float32 without NaN and infinity: [E, 2*I, H] with the rows of gate
+            before those of up for Linear1, [E, H, I] for Linear2. K, the dimension that products
+            sum over, is a multiple of 32.
+        group_size: number of values that share a scale, 32 or 128. The scale is their largest
+            magnitude / 7, rounded to BF16. Values, divided by it, are rounded to whole numbers,
+            ties to even.
 
     Examples:
         >>> packed, sf = quantize_int4(torch.full((2, 64), 3.5))

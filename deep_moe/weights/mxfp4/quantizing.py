@@ -13,16 +13,15 @@ from ..layers import LayerWeights
 
 def quantize_mxfp4(x: torch.Tensor) -> LayerWeights:
     """Quantize weights `x` [..., K] to the pair that `transform_weights_for_mega_moe` takes: packed
-    E2M1 int8 [..., K/2], two values per byte, and UE8M0 scales int32 [..., K/128], four per word.
+    E2M1 int8 [..., K/2], two values per byte, and UE8M0 scales int32 [..., K/128] rounded up, four
+    per word.
 
     Args:
-        x: bfloat16, float16 or float32, finite, K a multiple of 128, the dimension that is summed
-            over: [E, 2*I, H] with the rows of gate before those of up for Linear1, [E, H, I] for
-            Linear2. Each 32 values share the smallest power of two at which none exceeds 6 of it;
-            they are rounded to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
-
-    Raises TypeError or ValueError for another dtype or size, and for NaN or infinity, which E2M1
-    does not hold.
+        x: bfloat16, float16 or float32 without NaN and infinity: [E, 2*I, H] with the rows of gate
+            before those of up for Linear1, [E, H, I] for Linear2. K, the dimension that products
+            sum over, is a multiple of 32. The scale of 32 values is the smallest power of two at
+            which the largest of them is at most 6. Scaled values are rounded to the nearest of 0,
+            0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 
     Examples:
         >>> packed, sf = quantize_mxfp4(torch.full((2, 128), 0.75))

@@ -21,16 +21,13 @@ def quantize_nvfp4(x: torch.Tensor, num_matrices: int = 1) -> LayerWeights:
     and float32 scales of matrices [..., num_matrices].
 
     Args:
-        x: bfloat16, float16 or float32, finite, K a multiple of 32, the dimension that is summed
-            over: [E, 2*I, H] with the rows of gate before those of up for Linear1, [E, H, I] for
-            Linear2.
-        num_matrices: one below the other in N, 2 for Linear1. Each has a scale of its own: its
-            largest magnitude / 2688. The scale of 16 values is their largest magnitude / 6 in units
-            of that, rounded to E4M3. Values are rounded to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4,
-            6 and their negatives in units of both, ties to even.
-
-    Raises TypeError or ValueError for another dtype or size, and for NaN or infinity, which E2M1
-    does not hold.
+        x: bfloat16, float16 or float32 without NaN and infinity: [E, 2*I, H] with the rows of gate
+            before those of up for Linear1, [E, H, I] for Linear2. K, the dimension that products
+            sum over, is a multiple of 32.
+        num_matrices: number of matrices, one below the other in N; 2 for Linear1. The scale of a
+            matrix is its largest magnitude / 2688. The scale of 16 values is their largest
+            magnitude / 6 / the matrix's scale, rounded to E4M3. Values, divided by both scales, are
+            rounded to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to even.
 
     Examples:
         >>> layer = quantize_nvfp4(torch.full((2, 32), 0.75))

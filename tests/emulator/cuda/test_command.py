@@ -63,6 +63,14 @@ def test_a_program_without_findings_ends_with_its_own_status(command: str, image
     assert result.returncode == 3
 
 
+@pytest.mark.parametrize("command", ["warpcheck", "deep-moe"])
+def test_help_flows(command: str):
+    """A line is as long as the terminal is wide, not as long as in the source."""
+    assert (
+        "driver and runtime, and the emulator executes" in check("--help", command=command).stdout
+    )
+
+
 def test_findings_have_a_status_of_their_own(image: Path):
     result = check("--exit-code", "9", *program("race", image))
     assert result.returncode == 9

@@ -68,7 +68,6 @@ NOT_CALLED = {
     "raise_if_unusable",
     "refuse_gradients",
     "refuse_second_user",
-    "reset_among",
 }
 # `run` executes a kernel for a layer; `Machine.run` is for users.
 RUNS_KERNELS = {"AllToAll", "EmulatedAllToAll", "EmulatedThroughputAllToAll", "LowLatencyAllToAll"}

@@ -40,6 +40,7 @@ class StatusCode(IntEnum):
     ROWS_OUTSIDE = 7
     REPORTING = 8
     ROWS_ELSEWHERE = 9
+    MASKED_ITSELF = 10
 
 
 def error_of(status: CppStruct, rank: int) -> MegaMoEError | None:
@@ -98,6 +99,11 @@ def error_of(status: CppStruct, rank: int) -> MegaMoEError | None:
         return MegaMoEError(
             f"{where}: y of a combine must be get_combine_buffer() on all ranks or on none; it is "
             f"{here}on this rank, and {there}on rank {status.peer_rank}"
+        )
+    if status.code == StatusCode.MASKED_ITSELF:
+        return MegaMoEError(
+            f"rank {rank} stopped: masked_ranks must leave out other ranks, and not {rank}, which "
+            "calls"
         )
     return MegaMoEError(f"{where} stopped with unknown code {status.code} (at {site})")
 

@@ -45,6 +45,7 @@ from .checks import (
     check_biases_form,
     check_expert_ids,
     check_output,
+    check_own_rank,
     check_tensor,
     form,
 )
@@ -52,7 +53,7 @@ from .config_chooser import ConfigChooser
 from .deployment import ChosenConfigs
 from .gpu import Gpu
 from .loaded_kernels import is_loaded, launcher_of
-from .options import CALL_TENSORS, CallArguments, call_key, check_values, overrides_of
+from .options import CALL_TENSORS, MASKED_RANKS, CallArguments, call_key, check_values, overrides_of
 
 if TYPE_CHECKING:
     from deep_moe.emulator.tensor_map import TensorMapSpec
@@ -239,6 +240,8 @@ def prepare_call(
         args.has_tensors = False
     if plan.is_checked:
         check_expert_ids(buffer, plan.num_tokens)
+        if plan.config.masks_ranks:
+            check_own_rank(MASKED_RANKS, tensors[MASKED_RANKS], buffer.rank)
 
     args.y = y_address
     args.wait_timeout_ns = plan.wait_timeout_ns
@@ -279,7 +282,8 @@ def _make_plan(
         )
     for name, tensor in tensors.items():
         check_form(name, tensor, CALL_TENSORS[name], buffer, y.shape[0])
-    config = _choose_config(_chooser_on(target, buffer, options), expected, is_uneven)
+    choose = _chooser_on(target, buffer, options, masks_ranks=MASKED_RANKS in tensors)
+    config = _choose_config(choose, expected, is_uneven)
     gpu = buffer.gpu
     if gpu is not None and config.num_sms > gpu.num_sms:
         # Its CTAs wait for each other, so all must be resident.
@@ -322,14 +326,18 @@ def _earlier_plan(key: tuple[Any, ...], buffer: SymmBuffer) -> CallPlan | None:
     return None
 
 
-def config_chooser(buffer: SymmBuffer, options: CallArguments) -> ConfigChooser:
+def config_chooser(
+    buffer: SymmBuffer, options: CallArguments, *, masks_ranks: bool = False
+) -> ConfigChooser:
     """What chooses the configs of a buffer's calls with these options; it can be pickled. Raises
-    ValueError for options that no call may have."""
+    ValueError for options that no call may have. masks_ranks: they are given `masked_ranks`."""
     check_values(options)
-    return _chooser_on(_target(options, buffer), buffer, options)
+    return _chooser_on(_target(options, buffer), buffer, options, masks_ranks=masks_ranks)
 
 
-def _chooser_on(target: Target, buffer: SymmBuffer, options: CallArguments) -> ConfigChooser:
+def _chooser_on(
+    target: Target, buffer: SymmBuffer, options: CallArguments, *, masks_ranks: bool
+) -> ConfigChooser:
     gpu = buffer.gpu
     num_sms = options.get("num_sms")
     if num_sms is None:
@@ -346,6 +354,7 @@ def _chooser_on(target: Target, buffer: SymmBuffer, options: CallArguments) -> C
         overrides=tuple(overrides_of(options).items()),
         trace=buffer.recorder is not None,
         gpu=None if gpu is None else gpu.name,
+        masks_ranks=masks_ranks,
     )
 
 

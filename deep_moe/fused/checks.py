@@ -215,6 +215,15 @@ def check_expert_ids(buffer: SymmBuffer, num_tokens: int) -> None:
     check_ids(buffer.topk_idx[:num_tokens], buffer.shape.num_experts)
 
 
+def check_own_rank(name: str, masked_ranks: torch.Tensor, rank: int) -> None:
+    """Waits for what fills the tensor."""
+    value = int(masked_ranks[rank])
+    if value != 0:
+        raise ValueError(
+            f"{name} must leave out other ranks, and not {rank}, which calls; got {value} for it"
+        )
+
+
 def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
     """Waits for what fills the tensor."""
     wrong = ((topk_idx < -1) | (topk_idx >= num_experts)).nonzero()

@@ -100,6 +100,7 @@ def compile_ahead(
     *,
     num_workers: int | None = None,
     has_token_scale: bool = False,
+    masks_ranks: bool = False,
     **options: Unpack[CallOptions],
 ) -> CompilingKernels:
     """Begin to compile every kernel that calls with a buffer can need, and return at once.
@@ -117,6 +118,7 @@ def compile_ahead(
         num_workers: processes; by default one per CPU that this one may use, at most 32, shared
             among as many ranks as the buffer has, up to 8.
         has_token_scale: `prepare_inputs` will be given a token_scale.
+        masks_ranks: calls will be given `masked_ranks`.
         {options}
 
     Of the options arch, num_sms, overrides and accumulate decide which kernels these are.
@@ -137,11 +139,12 @@ def compile_ahead(
             "has_token_scale must be False for a buffer whose tokens have no float32 scale of "
             "their own; got True"
         )
+    require_type("masks_ranks", masks_ranks, bool, "a bool")
     given = given_options("compile_ahead", options)
     given |= {"activation": activation, "fast_math": fast_math}
     if activation_clamp is not None:
         given["activation_clamp"] = activation_clamp
-    choose = config_chooser(buffer, given)
+    choose = config_chooser(buffer, given, masks_ranks=masks_ranks)
     choose(buffer.shape.num_max_tokens_per_rank, False)  # raises what a call would
     num_ranks = buffer.shape.num_ranks
     sharers = min(num_ranks, _MAX_RANKS_PER_HOST)

@@ -33,6 +33,7 @@ class ConfigChooser:
     overrides: tuple[tuple[str, int], ...]
     trace: bool
     gpu: str | None
+    masks_ranks: bool = False
 
     def __call__(self, expected_tokens: int, is_uneven: bool = False) -> MegaMoEConfig:
         return choose_config(
@@ -44,6 +45,7 @@ class ConfigChooser:
             activation=self.activation,
             fast_math=self.fast_math,
             accumulate=self.accumulate,
+            masks_ranks=self.masks_ranks,
             trace=self.trace,
             overrides=dict(self.overrides),
             tuning=self._tuning,

@@ -19,7 +19,7 @@ from .call_plan import is_checked, prepare_call
 from .call_tensors import CallTensors
 from .checks import BIAS_NAMES, WEIGHT_NAMES, Biases, Pair
 from .loaded_kernels import built_kernel
-from .options import CALL_TENSORS, CallArguments
+from .options import CALL_TENSORS, MASKED_RANKS, CallArguments
 from .rank_buffer import RankBuffer
 from .symm_memory import HostMemory
 
@@ -183,11 +183,18 @@ def call_emulated(
             "arch": config.arch,
             "fast_math": config.fast_math,
             **{name: str(value) for name, value in config.activation.to_dict().items()},
+            MASKED_RANKS: masked_ranks_of(tensors),
         },
         num_ranks=buffer.num_ranks,
         seed=options.get("schedule_seed") or 0,
         checked=is_checked(options, buffer),
     )
+
+
+def masked_ranks_of(tensors: CallTensors) -> list[int]:
+    """The ranks that a call leaves out."""
+    masked = tensors.get(MASKED_RANKS)
+    return [] if masked is None else masked.nonzero().flatten().tolist()
 
 
 def _raise_if_different(memory: HostMemory, buffer: RankBuffer) -> None:
@@ -211,14 +218,16 @@ def _memory_regions(
     tensors: CallTensors,
     biases: Biases | None,
 ) -> tuple[MemoryRegion, ...]:
-    """What the kernel may touch."""
+    """What the kernel may touch: nothing of masked ranks."""
     memory = buffer.memory
+    masked = masked_ranks_of(tensors)
     of_tensor = MemoryRegion.of_tensor
     regions = [
         MemoryRegion(
             f"symmetric buffer of rank {rank}", address, buffer.nbytes, True, buffer.layout, rank
         )
         for rank, address in enumerate(memory.addresses)
+        if rank not in masked or rank == buffer.rank
     ]
     regions.append(MemoryRegion("wait status", memory.status_address, 64, True))
     regions.append(of_tensor("y", y, is_writable=True))

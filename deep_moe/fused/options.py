@@ -11,12 +11,14 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, TypeVar, cast
+
+import torch
 
 from deep_moe.activations import ACTIVATIONS, Activation
 from deep_moe.heuristics.shape import require_int
 
-from .call_tensors import STATISTICS_TENSOR, CallTensor, CallTensors, check_types
+from .call_tensors import STATISTICS_TENSOR, CallTensor, CallTensors, OptionTensor, check_types
 from .checks import STATISTICS, require_type
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ class CallOptions(TypedDict, total=False):
     checked: check the expert ids, for which a call on a GPU waits; on a CPU also look for races
         in the kernel and writes beside the buffer. By default only on CPUs. Unchecked, an expert id
         out of range is taken as -1.
+    masked_ranks: int32 [ranks], not 0 for ranks that are left out, the same on all others: their
+        tokens count as none, and slots that name their experts as -1. No rank waits for them or
+        touches their memory. The kernel reads the tensor, so a CUDA graph follows what it holds.
+        Calls with it have kernels of their own (docs/serving.md).
     """
 
     arch: str | None
@@ -54,6 +60,9 @@ class CallOptions(TypedDict, total=False):
     schedule_seed: int | None
     accumulate: bool | None
     checked: bool | None
+    masked_ranks: Annotated[
+        OptionTensor, CallTensor(torch.int32, lambda shape, _: (shape.num_ranks,))
+    ]
 
 
 class CallArguments(CallOptions, total=False):
@@ -102,6 +111,7 @@ def _of_annotations() -> tuple[dict[str, _Type], dict[str, CallTensor]]:
 _OPTION_TYPES, OPTION_TENSORS = _of_annotations()
 # All that a call may be given, by the member of the kernel's arguments.
 CALL_TENSORS = {STATISTICS: STATISTICS_TENSOR, **OPTION_TENSORS}
+MASKED_RANKS = "masked_ranks"
 
 
 def given_tensors(options: CallOptions) -> dict[str, Any]:

@@ -114,13 +114,16 @@ class RankBuffer:
         """Refuse calls until `reset()`."""
         self.failure = reason
 
-    def reset(self) -> None:
+    def reset(self, group: ProcessGroup | None = None) -> None:
         """Bring the work space into its first state, after a failed call. Every rank of the group
-        must call this; it returns when all have."""
-        self.reset_among(self.group)
+        must call this; it returns when all have.
 
-    def reset_among(self, group: ProcessGroup | None) -> None:
-        """The same for the ranks of `group`, when those of the buffer's are not all there."""
+        Args:
+            group: if ranks are dead, a group of all others, which are those that call; it has to
+                have been made before. Later calls must mask the dead ones.
+        """
+        if group is None:
+            group = self.group
         with used([self]):
             self.raise_if_closed()
             self.memory.synchronize()

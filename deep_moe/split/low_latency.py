@@ -376,7 +376,7 @@ class LowLatencyAllToAll(SplitLayer):
             group: if ranks are dead, a group of all others, which are those that call; it has to
                 have been made before. `mask_ranks` comes next then.
         """
-        self._buffer.reset_among(self._buffer.group if group is None else group)
+        self._buffer.reset(group)
         self._generation += 1
         self._calls = [None] * NUM_HALVES
 

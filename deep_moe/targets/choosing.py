@@ -25,6 +25,7 @@ def choose_config(
     activation_clamp: float | None = None,
     fast_math: bool = True,
     accumulate: bool = False,
+    masks_ranks: bool = False,
     trace: bool = False,
     overrides: Mapping[str, int] | None = None,
     tuning: Tuning | None = None,
@@ -37,11 +38,11 @@ def choose_config(
     smem_capacity: bytes of shared memory that a CTA may ask for; by default what the architecture
     allows (232448, that is 227 KiB). activation: a name of `deep_moe.activations.ACTIVATIONS` or an
     object. activation_clamp: of a named one, the positive bound of gate and up, None for its
-    default. accumulate: the call adds to what y holds. trace: the kernel records time stamps
-    (deep_moe.trial.trace). overrides: values by field name, taken instead of the heuristic's;
-    `block_m` brings along the rest of its table row. A value that breaks a limit is a ValueError
-    that names the limit. tuning: measurements on the device of the call, which come before the
-    formula and after `overrides`.
+    default. accumulate: the call adds to what y holds. masks_ranks: it is given `masked_ranks`.
+    trace: the kernel records time stamps (deep_moe.trial.trace). overrides: values by field name,
+    taken instead of the heuristic's; `block_m` brings along the rest of its table row. A value that
+    breaks a limit is a ValueError that names the limit. tuning: measurements on the device of the
+    call, which come before the formula and after `overrides`.
 
     >>> shape = MoEShape(8, 256, 8, 7168, 2048, 1024)
     >>> config = choose_config(shape, 1024, overrides={"block_m": 128})
@@ -59,7 +60,8 @@ def choose_config(
     if smem_capacity is None:
         smem_capacity = target.smem_capacity
     require_int("smem_capacity", smem_capacity, "a number of bytes")
-    flags = {"fast_math": fast_math, "is_uneven": is_uneven, "accumulate": accumulate}
+    flags = {"fast_math": fast_math, "is_uneven": is_uneven}
+    flags |= {"accumulate": accumulate, "masks_ranks": masks_ranks}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool; got {flag!r}")
@@ -104,7 +106,7 @@ def choose_config(
         reasons.update(tuning_result.reasons)
     for name in overrides:
         reasons[name] = "set by the caller"
-    for name in ("fast_math", "accumulate", *chosen_activation.to_dict()):
+    for name in ("fast_math", "accumulate", "masks_ranks", *chosen_activation.to_dict()):
         reasons[name] = "argument of the call"
     reasons["trace"] = "on while a call is recorded (deep_moe.trial.trace)"
     problem = {
@@ -129,6 +131,7 @@ def choose_config(
         pool_wraps=pool_wraps,
         fast_math=fast_math,
         accumulate=accumulate,
+        masks_ranks=masks_ranks,
         trace=trace,
         activation=chosen_activation,
         target=target,

@@ -102,6 +102,8 @@ class MegaMoEConfig:
     num_l1_k_blocks: int
     num_l2_k_blocks: int
     num_combine_chunks: int
+    # failures
+    masks_ranks: bool = field(default=False, kw_only=True)  # include/deep_moe/sync/active_ranks.cuh
 
     # rendered as types
     activation: Activation = field(default=activation_of(), kw_only=True)

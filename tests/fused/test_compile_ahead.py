@@ -56,6 +56,15 @@ def works(monkeypatch: pytest.MonkeyPatch) -> list[CompileWork]:
     return told
 
 
+@pytest.mark.parametrize("masks_ranks", [False, True])
+def test_kernels_are_for_calls_with_masked_ranks_or_without(
+    works: list[CompileWork], masks_ranks: bool
+) -> None:
+    deep_moe.compile_ahead(small_buffer(), masks_ranks=masks_ranks)
+    (work,) = works
+    assert work.choose(24).masks_ranks == masks_ranks
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_calls_find_all_kernels_in_the_cache(
     arch: str, cache: KernelCache, monkeypatch: pytest.MonkeyPatch

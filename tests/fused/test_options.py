@@ -11,6 +11,7 @@ import deep_moe
 from deep_moe.activations import Situ, Swiglu, SwigluOai
 from deep_moe.fused.emulated_ranks import EmulatedRanks
 from deep_moe.fused.options import (
+    OPTION_TENSORS,
     CallOptions,
     call_key,
     from_operator,
@@ -31,13 +32,13 @@ OPTIONS = {
 
 
 def test_these_are_all_of_them() -> None:
-    assert OPTIONS.keys() == CallOptions.__annotations__.keys()
+    assert OPTIONS.keys() | OPTION_TENSORS.keys() == CallOptions.__annotations__.keys()
 
 
 @pytest.mark.parametrize("function", [deep_moe.fp8_fp4_mega_moe, EmulatedRanks.call])
 def test_signatures_and_help_have_every_option(function) -> None:
     parameters = inspect.signature(function).parameters
-    for name in OPTIONS:
+    for name in CallOptions.__annotations__:
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         assert parameters[name].default is None
         assert f"\n    {name}: " in inspect.getdoc(function)

@@ -21,7 +21,13 @@ from deep_moe.fused.call_plan import CallPlan, config_chooser, prepare_call
 from deep_moe.fused.call_tensors import with_statistics
 from deep_moe.fused.config_chooser import ConfigChooser
 from deep_moe.fused.emulated_call import prepare_launch
-from deep_moe.fused.options import CallArguments, CallOptions
+from deep_moe.fused.options import (
+    OPTION_TENSORS,
+    CallArguments,
+    CallOptions,
+    given_tensors,
+    without_tensors,
+)
 from deep_moe.jit.kernel_args import RECEIVED_UNEVENLY
 from deep_moe.targets.config import MegaMoEConfig
 
@@ -40,6 +46,7 @@ class Calls:
             for arch in ("sm_100a", "sm_90a")
         }
         self.stats = torch.zeros(4, dtype=torch.int32)
+        self.masked_ranks = torch.zeros(1, dtype=torch.int32)
 
     def prepare(
         self, *, y: torch.Tensor | None = None, weights: Weights | None = None, **changes: Any
@@ -49,7 +56,8 @@ class Calls:
         options = CallOptions(**changes)
         l1, l2 = weights or self.weights[options.get("arch", "sm_100a")]
         y = self.y if y is None else y
-        plan, args = prepare_call(y, l1, l2, self.buffer, with_statistics(stats), options)
+        tensors = {**with_statistics(stats), **given_tensors(options)}
+        plan, args = prepare_call(y, l1, l2, self.buffer, tensors, without_tensors(options))
         return plan, bytes(args)
 
     def prepare_anew(self, **changes: Any) -> tuple[CallPlan, bytes]:
@@ -77,6 +85,8 @@ def kinds_of_calls(calls: Calls) -> list[dict[str, Any]]:
         {"y": torch.empty_like(y)},
         {"stats": calls.stats},
         {"stats": torch.zeros_like(calls.stats)},
+        {"masked_ranks": calls.masked_ranks},
+        {"masked_ranks": torch.zeros_like(calls.masked_ranks)},
         {"weights": other},
         {"weights": swapped},
         {"arch": "sm_90a"},
@@ -157,7 +167,17 @@ WITHOUT_A_PLAN = {"schedule_seed"}  # the emulator asks for it in each call
 
 def test_every_option_has_values_to_try() -> None:
     options = CallOptions.__annotations__ | CallArguments.__annotations__
-    assert set(OPTION_VALUES) | WITHOUT_A_PLAN == set(options)
+    assert set(OPTION_VALUES) | WITHOUT_A_PLAN | OPTION_TENSORS.keys() == set(options)
+
+
+def test_calls_with_masked_ranks_have_kernels_of_their_own(calls: Calls) -> None:
+    """Those that `compile_ahead` is asked for by masks_ranks=True."""
+    plan, _ = calls.prepare(masked_ranks=calls.masked_ranks)
+    other, _ = calls.prepare()
+    assert (plan.config.masks_ranks, other.config.masks_ranks) == (True, False)
+    assert dataclasses.replace(plan.config, masks_ranks=False) == other.config
+    choose = config_chooser(calls.buffer, {}, masks_ranks=True)
+    assert choose(plan.config.decision.num_tokens) == plan.config
 
 
 @pytest.mark.parametrize("name", OPTION_VALUES)

@@ -146,7 +146,8 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     __syncthreads();
     if (blockIdx.x != 0) return;
     Waiter waiter(args);
-    Combine<Config>(args, shared_memory, 0).run(args.num_tokens - 1, args.num_tokens, waiter);
+    Combine<Config>(args, shared_memory, 0)
+        .run(args.num_tokens - 1, args.num_tokens, CallRanks<Config>(nullptr), waiter);
 }
 """
 

@@ -1547,8 +1547,8 @@ SM90_MUTATIONS = (
         "last_token_not_checked",
         replaced(
             "slot_visited",
-            "is_routed<Config>(expert_idx)",
-            "is_routed<Config>(expert_idx) || slot + Config::num_topk >= num_slots",
+            "is_routed<Config>(expert_idx, ranks)",
+            "is_routed<Config>(expert_idx, ranks) || slot + Config::num_topk >= num_slots",
         ),
         "misuse",
         test="test_dispatch_and_combine::test_slots_out_of_range_in_the_last_token_alone",
@@ -1574,6 +1574,34 @@ SM90_MUTATIONS = (
         "result|race|misuse",
         test="test_accumulate::test_what_y_holds_is_added",
         arguments={"arch": "sm_90a", "num_shared": 0, "counts": (40, 9)},
+    ),
+    *(
+        M(
+            name,
+            edit,
+            catcher,
+            arch="sm_90a",
+            test="test_masked_ranks::test_a_rank_that_never_came",
+            arguments={"arch": "sm_90a", "num_shared": 2},
+        )
+        for name, edit, catcher in (
+            ("masked_rank_gets_counts", removed("active_gets_count"), "misuse"),
+            ("masked_rank_gets_sums", removed("sum_published"), "misuse"),
+            (
+                "masked_rank_gets_arrivals",
+                replaced("arrives_for_masked", "ranks.contains(rank)", "true"),
+                "misuse",
+            ),
+            (
+                "masked_experts_are_routed_to",
+                replaced(
+                    "routed_to_active",
+                    "&& ranks.contains(static_cast<uint32_t>(expert_idx) / Config::num_experts_per_rank)",
+                    "",
+                ),
+                "misuse",
+            ),
+        )
     ),
 )
 MUTATIONS = SM100_MUTATIONS + SM90_MUTATIONS

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,14 @@ def live_through_it(rank: int, num_ranks: int, device: str, has_sent: Path) -> N
         survivor.check_call(seed, [KILLED])
 
 
-def be_a_rank(rank: int, num_ranks: int, device: str, folder: Path, answers: Any) -> None:
+# What a rank does: its number, that of all, the device, and a file for who will be killed to say
+# that it is on its way.
+Life = Callable[[int, int, str, Path], None]
+
+
+def be_a_rank(
+    life: Life, rank: int, num_ranks: int, device: str, folder: Path, answers: Any
+) -> None:
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -106,7 +114,7 @@ def be_a_rank(rank: int, num_ranks: int, device: str, folder: Path, answers: Any
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_ranks)
     try:
-        live_through_it(rank, num_ranks, device, folder / "has_sent")
+        life(rank, num_ranks, device, folder / "has_sent")
         answers.put((rank, ""))
     except BaseException:
         answers.put((rank, traceback.format_exc()))
@@ -115,12 +123,12 @@ def be_a_rank(rank: int, num_ranks: int, device: str, folder: Path, answers: Any
     os._exit(0)  # the group would wait for the dead
 
 
-def check_survivors(num_ranks: int, device: str, folder: Path) -> None:
+def check_survivors(life: Life, num_ranks: int, device: str, folder: Path) -> None:
     # CUDA cannot be used in a forked process once its parent has used it.
     context: Any = multiprocessing.get_context("spawn" if device == "cuda" else "fork")
     answers = context.Queue()
     processes = [
-        context.Process(target=be_a_rank, args=(rank, num_ranks, device, folder, answers))
+        context.Process(target=be_a_rank, args=(life, rank, num_ranks, device, folder, answers))
         for rank in range(num_ranks)
     ]
     for process in processes:
@@ -137,10 +145,10 @@ def check_survivors(num_ranks: int, device: str, folder: Path) -> None:
 
 
 def test_survivors_name_a_killed_rank_and_go_on(tmp_path: Path) -> None:
-    check_survivors(3, "cpu", tmp_path)
+    check_survivors(live_through_it, 3, "cpu", tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a rank needs a GPU of its own")
 def test_survivors_on_gpus(tmp_path: Path) -> None:
-    check_survivors(torch.cuda.device_count(), "cuda", tmp_path)
+    check_survivors(live_through_it, torch.cuda.device_count(), "cuda", tmp_path)

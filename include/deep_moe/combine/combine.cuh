@@ -20,6 +20,7 @@
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/mbarrier.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/handover.cuh"
 #include "deep_moe/sync/wait.cuh"
 #include "deep_moe/trace/tracer.cuh"
@@ -84,8 +85,9 @@ class Combine {
           barriers_(shared_memory + Config::Smem::combine_barriers_offset +
                     warp_idx * 2 * Config::Smem::combine_barriers_stride) {}
 
-    // `warp_in_grid`: of all warps that combine.
-    __device__ bool run(uint32_t warp_in_grid, uint32_t num_tokens, Waiter& waiter) {
+    // `warp_in_grid`: of all warps that combine. `ranks`: those that take part in the call.
+    __device__ bool run(uint32_t warp_in_grid, uint32_t num_tokens, const CallRanks<Config>& ranks,
+                        Waiter& waiter) {
         constexpr uint32_t num_warps = Config::num_sms * Chunks::num_warps;
         constexpr uint32_t num_chunks = Chunks::num_chunks;
         const uint32_t num_parts = num_tokens <= num_warps / num_chunks ? num_chunks : 1;
@@ -97,7 +99,7 @@ class Combine {
              part_idx += num_warps) {
             const uint32_t first_chunk_idx = part_idx % num_parts;
             arrived = add_up(part_idx / num_parts, first_chunk_idx,
-                             first_chunk_idx + num_chunks / num_parts, waiter);
+                             first_chunk_idx + num_chunks / num_parts, ranks, waiter);
         }
         // The buffer must outlive the last copy from it.
         if (ptx::lane_idx() == 0) ptx::cp_async_bulk_wait_group<0>();  //~ combine_drained
@@ -108,8 +110,8 @@ class Combine {
  private:
     // Of the chunks from first_chunk_idx up to end_chunk_idx, exclusive.
     __device__ bool add_up(uint32_t token_idx, uint32_t first_chunk_idx, uint32_t end_chunk_idx,
-                           Waiter& waiter) {
-        const uint32_t addends = addends_of(token_idx);
+                           const CallRanks<Config>& ranks, Waiter& waiter) {
+        const uint32_t addends = addends_of(token_idx, ranks);
         // Nothing but y's own row: it keeps its bits, which 0 + -0.0 would not.
         if (Config::accumulate && addends == 1) return true;  //~ kept_row
         CombineCursor load{first_chunk_idx, addends};
@@ -137,13 +139,13 @@ class Combine {
         return true;
     }
 
-    __device__ uint32_t addends_of(uint32_t token_idx) const {
+    __device__ uint32_t addends_of(uint32_t token_idx, const CallRanks<Config>& ranks) const {
         const uint32_t addend = ptx::lane_idx();
         const uint32_t slot = addend - Chunks::first_slot;
         //~ added_slots
         const bool routed =
             slot < Config::num_topk &&
-            is_routed<Config>(*local_.input_topk_idx(token_idx * Config::num_topk + slot));
+            is_routed<Config>(*local_.input_topk_idx(token_idx * Config::num_topk + slot), ranks);
         if constexpr (Chunks::num_addends == Config::num_topk) {
             return __ballot_sync(full_warp, routed);
         }
@@ -250,7 +252,8 @@ __device__ void combine(const KernelArgs& args, uint32_t shared_memory, uint32_t
     // Neighbouring tokens go to different CTAs, so that few tokens do not all pass through a few
     // SMs.
     Combine<Config>(args, shared_memory, warp_idx)
-        .run(warp_idx * Config::num_sms + blockIdx.x, args.num_tokens, waiter);
+        .run(warp_idx * Config::num_sms + blockIdx.x, args.num_tokens,
+             CallRanks<Config>(args.masked_ranks), waiter);
     trace.mark(TraceStep::end);
 }
 

@@ -11,13 +11,15 @@
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/atomics.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
 
 // Calls visit(slot, expert_idx) for this thread's share of the rank's routed top-k slots.
 template <class Config, class Visit>
-__device__ void for_each_routed_slot(const SymmBuffer<Config>& local, uint32_t num_tokens,
+__device__ void for_each_routed_slot(const SymmBuffer<Config>& local,
+                                     const CallRanks<Config>& ranks, uint32_t num_tokens,
                                      uint32_t cta_idx, uint32_t thread_idx, const Visit& visit) {
     constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
     const uint32_t num_slots = num_tokens * Config::num_topk;
@@ -25,7 +27,7 @@ __device__ void for_each_routed_slot(const SymmBuffer<Config>& local, uint32_t n
          slot += Config::num_sms * num_threads) {
         const int64_t expert_idx = *local.input_topk_idx(slot);
         //~ slot_visited
-        if (is_routed<Config>(expert_idx)) visit(slot, static_cast<uint32_t>(expert_idx));
+        if (is_routed<Config>(expert_idx, ranks)) visit(slot, static_cast<uint32_t>(expert_idx));
     }
 }
 
@@ -41,12 +43,13 @@ __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_to
                              DispatchBarriers<Config>& barriers, Waiter& waiter) {
     constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
     const SymmBuffer<Config> local = buffers.local();
+    const CallRanks<Config> ranks = buffers.active_ranks();
     auto* const counts = static_cast<uint32_t*>(__cvta_shared_to_generic(expert_counts));
 
     // Tokens of this CTA per expert.
     for (uint32_t i = thread_idx; i < Config::num_experts; i += num_threads) counts[i] = 0;
     barriers.cta();  //~ counts_zeroed
-    for_each_routed_slot(local, num_tokens, cta_idx, thread_idx,
+    for_each_routed_slot(local, ranks, num_tokens, cta_idx, thread_idx,
                          [&](uint32_t, uint32_t expert_idx) {
                              //~ slot_counted
                              ptx::red_add_shared(expert_counts + expert_idx * sizeof(uint32_t), 1);
@@ -78,7 +81,7 @@ __device__ void count_tokens(const RankBuffers<Config>& buffers, uint32_t num_to
 
     // Tell each expert's owner where the token lies, so that the owner need not ask when it pulls.
     for_each_routed_slot(
-        local, num_tokens, cta_idx, thread_idx, [&](uint32_t slot, uint32_t expert_idx) {
+        local, ranks, num_tokens, cta_idx, thread_idx, [&](uint32_t slot, uint32_t expert_idx) {
             const uint32_t list_idx =
                 ptx::atom_add_shared(expert_counts + expert_idx * sizeof(uint32_t), 1);
             ListPlace place;

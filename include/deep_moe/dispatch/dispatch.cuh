@@ -14,11 +14,22 @@
 #include "deep_moe/experts/expert_order.cuh"
 #include "deep_moe/layout/kernel_args.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/handover.cuh"
 #include "deep_moe/sync/wait.cuh"
 #include "deep_moe/trace/tracer.cuh"
 
 namespace deep_moe {
+
+// A whole converged warp: gives up if the rank itself is masked. The others do not expect it.
+template <class Config>
+__device__ void refuse_masked_itself(const RankBuffers<Config>& buffers, Waiter& waiter) {
+    const bool is_active = buffers.active_ranks().contains(buffers.rank_idx());
+    if (!is_active && ptx::lane_idx() == 0) {
+        waiter.fail(WaitCode::masked_itself, WaitSite::none, 0, 0);
+    }
+    waiter.warp_agrees(is_active);
+}
 
 // All threads of warps 0 .. num_dispatch_warps - 1. `shared_memory`: start of Config::Smem.
 //
@@ -56,8 +67,11 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
 
     // Send.
     trace.mark(TraceStep::count_tokens);
-    count_tokens<Config>(buffers, args.num_tokens, cta_idx, thread_idx,
-                         shared_memory + Config::Smem::expert_count_offset, barriers, waiter);
+    if constexpr (Config::masks_ranks) refuse_masked_itself(buffers, waiter);
+    if (!waiter.aborted()) {
+        count_tokens<Config>(buffers, args.num_tokens, cta_idx, thread_idx,
+                             shared_memory + Config::Smem::expert_count_offset, barriers, waiter);
+    }
     trace.mark(TraceStep::gather_before_publish);
     barriers.cta();                   //~ lists_written
     if (barriers.come_to_gather()) {  //~ gather_to_publish

@@ -9,6 +9,7 @@
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 
 namespace deep_moe {
 
@@ -26,12 +27,17 @@ namespace deep_moe {
 template <class Config>
 __device__ void publish_counts(const RankBuffers<Config>& buffers, uint32_t thread_idx) {
     const SymmBuffer<Config> local = buffers.local();
+    const CallRanks<Config> ranks = buffers.active_ranks();
     for_each_expert_batch<Config>(thread_idx, [&](const ExpertBatch<Config>& batch) {
         uint64_t send_counts[ExpertBatch<Config>::size];
         batch.for_each([&](uint32_t expert_idx, uint32_t i) {
             send_counts[i] = ptx::ld_relaxed_gpu(local.expert_send_count(expert_idx));
         });
         batch.for_each([&](uint32_t expert_idx, uint32_t i) {
+            if constexpr (Config::masks_ranks) {
+                //~ active_gets_count
+                if (!ranks.contains(expert_idx / Config::num_experts_per_rank)) return;
+            }
             const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
             ptx::st_relaxed_sys(owner.expert_recv_count(buffers.rank_idx(),
                                                         expert_idx % Config::num_experts_per_rank),
@@ -39,6 +45,10 @@ __device__ void publish_counts(const RankBuffers<Config>& buffers, uint32_t thre
         });
         ptx::fence_release_sys();  //~ publish_fence
         batch.for_each([&](uint32_t expert_idx, uint32_t i) {
+            if constexpr (Config::masks_ranks) {
+                //~ sum_published
+                if (!ranks.contains(expert_idx / Config::num_experts_per_rank)) return;
+            }
             const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
             ptx::red_add_relaxed_sys(
                 owner.expert_recv_sum(expert_idx % Config::num_experts_per_rank), send_counts[i]);

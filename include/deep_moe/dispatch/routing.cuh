@@ -3,6 +3,8 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/sync/active_ranks.cuh"
+
 namespace deep_moe {
 
 // A slot names an expert or none. None is -1 by convention; any other id out of range is ignored,
@@ -10,6 +12,14 @@ namespace deep_moe {
 template <class Config>
 __device__ __forceinline__ bool is_routed(int64_t expert_idx) {
     return expert_idx >= 0 && expert_idx < static_cast<int64_t>(Config::num_experts);  //~ routed
+}
+
+// The same in a fused call: experts of a masked rank are none.
+template <class Config>
+__device__ __forceinline__ bool is_routed(int64_t expert_idx, const CallRanks<Config>& ranks) {
+    return is_routed<Config>(expert_idx) &&
+           ranks.contains(static_cast<uint32_t>(expert_idx) /
+                          Config::num_experts_per_rank);  //~ routed_to_active
 }
 
 // An element of what a router gives, i64 or i32.

@@ -15,6 +15,7 @@
 #include "deep_moe/ptx/fence.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/grid_gather.cuh"
 #include "deep_moe/sync/wait.cuh"
 
@@ -56,9 +57,9 @@ class ExpertCounts : public ExpertOrder<Config> {
         }
     }
 
-    // Waits until every rank has published its counts, and keeps them in registers. False once the
-    // rank has given up, and, before anything is written, if the tokens do not fit into the pool.
-    // In a call without other ranks there is no wait, and the counts are those in `args`.
+    // Waits until every active rank has published its counts, and keeps them in registers. False
+    // once the rank has given up, and, before anything is written, if the tokens do not fit into
+    // the pool. In a call without other ranks there is no wait, and the counts are those in `args`.
     // acquires: what every rank wrote before, too, happens before what any lane does afterwards.
     template <bool acquires = false>
     __device__ bool fetch(const KernelArgs& args, const SymmBuffer<Config>& local, Waiter& waiter);
@@ -126,12 +127,16 @@ class ExpertCounts : public ExpertOrder<Config> {
     // num_tokens_[idx], for an index that is not known when compiling.
     __device__ uint32_t kept_count(uint32_t idx) const;
 
-    // The ranks that have not published a count for a local expert. Any thread.
+    // Those of `active` that have not published a count for a local expert. Any thread.
     __device__ static RankSet silent_ranks(const SymmBuffer<Config>& local,
+                                           const CallRanks<Config>& active,
                                            uint32_t local_expert_idx) {
         RankSet ranks;
 #pragma unroll 1  // once per call at most; unrolled, it costs registers
         for (uint32_t rank_idx = 0; rank_idx < Config::num_ranks; ++rank_idx) {
+            if constexpr (Config::masks_ranks) {
+                if (!active.contains(rank_idx)) continue;
+            }
             if (ptx::ld_relaxed_sys(local.expert_recv_count(rank_idx, local_expert_idx)) == 0) {
                 ranks.insert(rank_idx);
             }
@@ -149,7 +154,8 @@ __device__ bool ExpertCounts<Config>::fetch(const KernelArgs& args, const SymmBu
     if constexpr (Config::Tokens::are_here) {
         if (!read_given(args, local, waiter)) return false;
     } else {
-        constexpr uint32_t num_reports = Config::num_sms * Config::num_ranks;
+        const CallRanks<Config> active(args.masked_ranks);
+        const uint32_t num_reports = Config::num_sms * active.count();
         const auto load_sum = [&](uint32_t expert_idx) {
             const uint64_t* sum = local.expert_recv_sum(expert_idx);
             //~ counts_loaded
@@ -163,7 +169,7 @@ __device__ bool ExpertCounts<Config>::fetch(const KernelArgs& args, const SymmBu
             blockIdx.x / Config::cluster_size % Config::num_experts_per_rank;
         if (!waiter.warp_until(
                 WaitSite::expert_counts, num_reports, [&] { return load_sum(sample_idx) >> 32; },
-                [&] { return silent_ranks(local, sample_idx); })) {
+                [&] { return silent_ranks(local, active, sample_idx); })) {
             return false;
         }
 
@@ -186,7 +192,7 @@ __device__ bool ExpertCounts<Config>::fetch(const KernelArgs& args, const SymmBu
                     return sums[i] >> 32;
                 };
                 arrived &= waiter.until(WaitSite::expert_counts, num_reports, poll,
-                                        [&] { return silent_ranks(local, expert_idx); });
+                                        [&] { return silent_ranks(local, active, expert_idx); });
             }
             num_tokens_[i] = static_cast<uint32_t>(sums[i]);  //~ kept_count
         }

@@ -9,7 +9,6 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/ptx/ld_st.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/arrivals.cuh"
 #include "deep_moe/split/call.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
@@ -17,6 +16,7 @@
 #include "deep_moe/split/reduce_slots.cuh"
 #include "deep_moe/split/send_rows.cuh"
 #include "deep_moe/split/sent_rows.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
@@ -33,7 +33,7 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     // All loads that depend on nothing are started before the first wait.
     const CallState state(local);
     const uint32_t call_idx = *args.call_idx;
-    const ActiveRanks<Config> active(local);
+    const ActiveRanks<Config> active(local.masked_ranks(0));
     const FirstCounts<Config> counts(args.recv_count);
     Waiter waiter(args);
     bool is_sound = resume_call<Config>(state, call_idx, waiter);

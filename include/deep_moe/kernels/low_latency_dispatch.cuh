@@ -11,7 +11,6 @@
 #include "deep_moe/conditional.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/arrivals.cuh"
 #include "deep_moe/split/call.cuh"
 #include "deep_moe/split/expand_tokens.cuh"
@@ -23,6 +22,7 @@
 #include "deep_moe/split/sent_messages.cuh"
 #include "deep_moe/split/token_counts.cuh"
 #include "deep_moe/split/unpack_messages.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
@@ -137,7 +137,7 @@ __device__ __forceinline__ void low_latency_dispatch(const LowLatencyArgs& args)
     const CallState state(local);
     const uint32_t call_idx = Config::sends ? state.num_calls : *args.call_idx;
     NextToken<Config> first_token(args, blockIdx.x);
-    const ActiveRanks<Config> active(local);
+    const ActiveRanks<Config> active(local.masked_ranks(0));
     first_token.route(args, active, blockIdx.x);
     Waiter waiter(args);
     bool is_sound;

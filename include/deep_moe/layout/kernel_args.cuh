@@ -25,6 +25,7 @@ enum class WaitCode : uint32_t {
     rows_outside = 7,
     reporting = 8,  // a failure whose other fields are still on their way
     rows_elsewhere = 9,
+    masked_itself = 10,
 };
 
 // In WaitStatus::received: see ExpertCounts::is_uneven.
@@ -73,6 +74,8 @@ struct KernelArgs {
     const int32_t* expert_begin;  // [E_local], first row; or null: expert * max_expert_rows
     const int32_t* expert_count;  // [E_local], rows
     uint32_t max_expert_rows;     // of one expert
+    // With Config::masks_ranks only, see sync/active_ranks.cuh. Else null.
+    const uint32_t* masked_ranks;  // [num_ranks], not zero for masked ranks
 };
 
 }  // namespace deep_moe

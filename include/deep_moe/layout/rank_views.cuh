@@ -24,6 +24,9 @@ class RankViews {
     __device__ Buffer local() const { return of(args_.rank_idx); }
     __device__ Buffer of(uint32_t rank_idx) const { return Buffer(args_.rank_buffers[rank_idx]); }
 
+ protected:
+    __device__ const Args& args() const { return args_; }
+
  private:
     const Args& args_;
 };

@@ -7,12 +7,12 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/message.cuh"
 #include "deep_moe/split/routed_slot.cuh"
 #include "deep_moe/split/sent_messages.cuh"
 #include "deep_moe/split/token_counts.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 
 namespace deep_moe {
 

@@ -5,9 +5,9 @@
 
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/cta.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {

@@ -9,7 +9,7 @@
 #include "deep_moe/dispatch/routing.cuh"
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/warp.cuh"
-#include "deep_moe/split/active_ranks.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 
 namespace deep_moe {
 

@@ -7,11 +7,11 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/copy_row.cuh"
 #include "deep_moe/split/expert_rows.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/received_row.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 
 namespace deep_moe {
 

@@ -8,7 +8,6 @@
 #include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/cta.cuh"
 #include "deep_moe/split/expert_destinations.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
@@ -18,6 +17,7 @@
 #include "deep_moe/split/sent_messages.cuh"
 #include "deep_moe/split/token_counts.cuh"
 #include "deep_moe/split/token_format.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 
 namespace deep_moe {
 

@@ -9,9 +9,9 @@
 
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/cta.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 
 namespace deep_moe {
 

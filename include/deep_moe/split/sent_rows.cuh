@@ -4,10 +4,10 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/math.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/reduce_slots.cuh"
 #include "deep_moe/split/routed_slot.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 
 namespace deep_moe {
 

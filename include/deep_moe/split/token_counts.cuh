@@ -9,10 +9,10 @@
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/warp.cuh"
-#include "deep_moe/split/active_ranks.cuh"
 #include "deep_moe/split/cta.cuh"
 #include "deep_moe/split/routed_slot.cuh"
 #include "deep_moe/split/slot_lanes.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 
 namespace deep_moe {
 

@@ -7,6 +7,10 @@
 // words may be used again at once: a rank that is one barrier ahead touches the other signal, and
 // cannot get two ahead. A rank's own counter of barriers says which round it is: bit 0 selects the
 // signal, bit 1 the direction.
+//
+// For a masked rank each rank arrives on its own signal. So signals count up to num_ranks with any
+// mask, and the mask may change between any two calls. The masked rank's words stay as they are: it
+// may take part again when all ranks have been reset.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -14,6 +18,7 @@
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
@@ -45,8 +50,11 @@ class RankBarrier {
             ptx::st_relaxed_sys(buffers_.local().rank_barrier_counter(), round_ + 1);
         }
         __syncwarp();
+        const CallRanks<Config> ranks = buffers_.active_ranks();
         for (uint32_t rank = ptx::lane_idx(); rank < Config::num_ranks; rank += warp_size) {
-            ptx::red_add_release_sys(buffers_.of(rank).rank_barrier_signals(signal_idx()),
+            //~ arrives_for_masked
+            const uint32_t to = ranks.contains(rank) ? rank : buffers_.rank_idx();
+            ptx::red_add_release_sys(buffers_.of(to).rank_barrier_signals(signal_idx()),
                                      counts_up() ? 1 : -1);  //~ rank_arrives
         }
     }
@@ -55,20 +63,25 @@ class RankBarrier {
     // for its rank. The others may be waiting for their own rank as well.
     __device__ bool wait(WaitSite site, bool has_arrived, Waiter& waiter) const {
         const SymmBuffer<Config> local = buffers_.local();
+        const CallRanks<Config> ranks = buffers_.active_ranks();
         const auto num_arrivals = [&] {
             const auto signal = static_cast<uint32_t>(
                 ptx::ld_acquire_sys(local.rank_barrier_signals(signal_idx())));  //~ rank_polls
             return counts_up() ? signal : Config::num_ranks - signal;
         };
         const auto late_ranks = [&] {
-            RankSet ranks;
+            RankSet late;
 #pragma unroll 1  // once per call at most; unrolled, it costs registers
             for (uint32_t rank = 0; rank < Config::num_ranks; ++rank) {
-                if (ptx::ld_relaxed_sys(buffers_.of(rank).rank_barrier_counter()) == round_) {
-                    ranks.insert(rank);
+                if constexpr (Config::masks_ranks) {
+                    if (!ranks.contains(rank)) continue;
                 }
+                const uint32_t next = ptx::ld_relaxed_sys(buffers_.of(rank).rank_barrier_counter());
+                // One that takes part again without a reset is further behind.
+                const bool is_late = Config::masks_ranks ? next - round_ - 1 > 1 : next == round_;
+                if (is_late) late.insert(rank);
             }
-            return ranks;
+            return late;
         };
         return waiter.warp_until(site, Config::num_ranks, num_arrivals, late_ranks, !has_arrived);
     }

@@ -22,6 +22,7 @@
 #include "deep_moe/split/throughput_buffer.cuh"
 #include "deep_moe/split/throughput_warps.cuh"
 #include "deep_moe/split/token_block.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
@@ -88,7 +89,7 @@ __device__ bool dispatch_place(const ThroughputArgs& args, const ThroughputRanks
     const auto once = [](uint32_t) { return 1; };
     bool have_come = true;
     //~ counts_of_all_awaited
-    have_come = await_arrivals<Config>(WaitSite::split_counts, AllRanks{}, arrivals, once,
+    have_come = await_arrivals<Config>(WaitSite::split_counts, AllRanks<Config>(), arrivals, once,
                                        WaitCost(nullptr), waiter, num_counts, group);
     return have_come && places.sum_up(args, local, ranks.rank_idx(), group, waiter);
 }

@@ -106,11 +106,6 @@ class ThroughputBuffer {
 template <class Config>
 using ThroughputRanks = RankViews<Config, ThroughputBuffer<Config>, ThroughputArgs>;
 
-// Every rank takes part.
-struct AllRanks {
-    __device__ bool contains(uint32_t) const { return true; }
-};
-
 // A slot's expert and its place among the slots of its rank that name this expert, in the order of
 // tokens and slots.
 struct PlaceAtExpert {

@@ -40,11 +40,12 @@ class ActiveRanks {
     uint64_t high_;  // ranks 64..
 };
 
-// Of a kernel that masks none, whose machine code must not depend on masks: where a condition that
-// is always true changes it all the same, `if constexpr (Config::masks_ranks)` stands in front.
+// Of a kernel that masks none, as those for many tokens. The fused kernel's machine code must not
+// depend on masks: where a condition that is always true changes it all the same,
+// `if constexpr (Config::masks_ranks)` stands in front.
 template <class Config>
 struct AllRanks {
-    __device__ explicit AllRanks(const uint32_t*) {}
+    __device__ explicit AllRanks(const uint32_t* = nullptr) {}
     __device__ constexpr bool contains(uint32_t) const { return true; }
     __device__ constexpr uint32_t count() const { return Config::num_ranks; }
 };

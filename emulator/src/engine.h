@@ -34,6 +34,8 @@ struct AsyncOperation {
     bool is_timer = false;  // it changes nothing that others may wait for
 };
 
+Where where_of(const Warp& w);  // the instruction that it executes
+
 // Which warp runs next, and when asynchronous operations complete.
 enum class Schedule : int {
     random,

@@ -6,6 +6,7 @@
 #include "lanes.h"
 #include "race_detector.h"
 #include "reductions.h"
+#include "timing.h"
 
 namespace deep_moe::emulator {
 
@@ -215,6 +216,35 @@ void check_lanes_agree(Warp& w, const Op& op, Space space, std::byte* const* pla
     }
 }
 
+// Whether that changed anything.
+template <class T, int N>
+bool write_values(std::byte* to, const std::array<T, N>& values, bool is_strong) {
+    bool changed = false;
+    for (int k = 0; k < N; ++k) {
+        T value = values[k], old;
+        std::byte* at = to + k * sizeof(T);
+        std::memcpy(&old, at, sizeof(T));
+        changed |= old != value;
+        if (is_strong && sizeof(T) <= 8)
+            __atomic_store(reinterpret_cast<T*>(at), &value, __ATOMIC_RELEASE);
+        else {
+            if (is_strong) __atomic_thread_fence(__ATOMIC_RELEASE);
+            std::memcpy(at, &value, sizeof(T));
+        }
+    }
+    return changed;
+}
+
+// Writes at once, or leaves it to the simulated clock. write: says whether it changed anything,
+// which is what comes back.
+template <class F>
+bool write_in_time(Warp& w, uint64_t address, const F& write) {
+    Timing* timing = w.machine->timing;
+    if (!timing || !timing->is_late(w, address)) return write();
+    timing->write_later(w, address, write);
+    return false;
+}
+
 // operands: address, N sources
 template <class T, int N>
 Flow store(Warp& w, const Op& op) {
@@ -244,27 +274,18 @@ Flow store(Warp& w, const Op& op) {
         std::byte* to =
             fast_resolve(w, space, w.address(address, i), sizeof(T) * N, Access::write, i);
         places[i] = to;
-        T values[N];
+        std::array<T, N> values;
         for (int k = 0; k < N; ++k) values[k] = w.in<T>(op.operands[k + 1])[i];
         if (RaceDetector* races = w.machine->races.get()) {
             if (!is_strong)
-                races->begin_store(to, reinterpret_cast<const std::byte*>(values), sizeof values);
+                races->begin_store(to, reinterpret_cast<const std::byte*>(values.data()),
+                                   sizeof values);
             note_access(w, op, space, w.address(address, i), sizeof(T) * N, to, Access::write, i,
                         is_strong);
             races->end_store();
         }
-        for (int k = 0; k < N; ++k) {
-            T value = values[k], old;
-            std::byte* at = to + k * sizeof(T);
-            std::memcpy(&old, at, sizeof(T));
-            changed |= old != value;
-            if (is_strong && sizeof(T) <= 8)
-                __atomic_store(reinterpret_cast<T*>(at), &value, __ATOMIC_RELEASE);
-            else {
-                if (is_strong) __atomic_thread_fence(__ATOMIC_RELEASE);
-                std::memcpy(at, &value, sizeof(T));
-            }
-        }
+        const auto write = [=] { return write_values<T, N>(to, values, is_strong); };
+        changed |= is_strong ? write_in_time(w, w.address(address, i), write) : write();
     });
     if (changed) w.machine->note_progress();
     if (w.machine->races && !is_strong) check_lanes_agree<T, N>(w, op, space, places);
@@ -494,12 +515,23 @@ Flow atomic(Warp& w, const Op& op) {
         if (w.machine->races)
             note_access(w, op, space, w.address(address, i), uint32_t(sizeof(T)) * n, at,
                         Access::read_write, i, true);
-        for (uint32_t k = 0; k < n; ++k) {
-            T b = w.in<T>(op.operands[first + 1 + k])[i];
+        const auto update = [at](uint32_t k, T b, T& old) {
             T written{};
-            T old = atomic_apply<T>(at + k * sizeof(T), [&](T a) { return written = F{}(a, b); });
-            changed |= std::memcmp(&old, &written, sizeof(T)) != 0;
-            if (returns) w.out<T>(op.operands[k]).set(i, old);
+            old = atomic_apply<T>(at + k * sizeof(T), [&](T a) { return written = F{}(a, b); });
+            return std::memcmp(&old, &written, sizeof(T)) != 0;
+        };
+        for (uint32_t k = 0; k < n; ++k) {
+            const T b = w.in<T>(op.operands[first + 1 + k])[i];
+            T old;
+            if (returns) {
+                changed |= update(k, b, old);
+                w.out<T>(op.operands[k]).set(i, old);
+            } else {
+                changed |= write_in_time(w, w.address(address, i) + k * sizeof(T), [=] {
+                    T unused;
+                    return update(k, b, unused);
+                });
+            }
         }
     });
     if (changed) w.machine->note_progress();

@@ -194,6 +194,10 @@ OpCost cost_of(std::string_view m, const Op& op) {
                           quarters(row.fma * scale), quarters(row.xu * scale));
     cost.kind = row.kind;
     cost.extra = uint8_t(row.extra);
+    // To global memory it is a store or an update as others are.
+    if ((fits(m, "st.async") || fits(m, "red.async")) && has(m, "global"))
+        cost.kind = m[0] == 's' ? OpKind::store : OpKind::reduction;
+    const bool is_wide = has(m, "b128");
     switch (cost.kind) {
         case OpKind::slow:
             cost.num_results = 1;
@@ -208,8 +212,10 @@ OpCost cost_of(std::string_view m, const Op& op) {
             cost.space = uint8_t(op.aux & space_bits);
             break;
         case OpKind::atomic:
-            cost.num_results = op.aux & 64 || m.find(".cas") != std::string_view::npos ? 1 : 0;
-            cost.address = has(m, "cas") ? 1 : op.aux & 64 ? uint8_t(op.aux >> 8 & 0xff) : 0;
+            cost.num_results = op.aux & 64 || has(m, "cas") || is_wide ? 1 : 0;
+            cost.address = has(m, "cas") || is_wide ? 1
+                           : op.aux & 64            ? uint8_t(op.aux >> 8 & 0xff)
+                                                    : 0;
             cost.space = uint8_t(op.aux & space_bits);
             break;
         case OpKind::reduction:
@@ -256,10 +262,14 @@ OpCost cost_of(std::string_view m, const Op& op) {
                                 [&](std::string_view name) { return fits(m, name); });
     const bool is_strong = has(m, "volatile") || has(m, "relaxed") || has(m, "acquire") ||
                            has(m, "release") || has(m, "acq_rel") || has(m, "mmio");
-    cost.is_release = has(m, "release") || has(m, "acq_rel");
+    // Of the CTA's threads each sees what the others have written, so that nobody waits.
+    cost.is_release = (has(m, "release") || has(m, "acq_rel")) && !has(m, "cta");
     cost.reaches_system = has(m, "sys");
-    if (cost.is_release && (cost.kind == OpKind::mbarrier || cost.kind == OpKind::cluster_arrive))
-        cost.is_release = has(m, "cluster");
+    if (cost.kind == OpKind::mbarrier || cost.kind == OpKind::cluster_arrive)
+        cost.is_release &= has(m, "cluster");
+    else if (cost.kind != OpKind::store && cost.kind != OpKind::atomic &&
+             cost.kind != OpKind::reduction)
+        cost.is_release = false;
     switch (cost.kind) {
         case OpKind::plain:
         case OpKind::slow:

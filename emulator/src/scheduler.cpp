@@ -12,6 +12,10 @@
 
 namespace deep_moe::emulator {
 
+Where where_of(const Warp& w) {
+    return {w.grid, w.program, w.current.pc, w.cta->index, w.index};
+}
+
 namespace {
 
 constexpr uint64_t deadlock_ns =
@@ -42,10 +46,6 @@ uint64_t steady_ns() {
 void host_sleep(uint64_t ns) {
     timespec t{time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)};
     nanosleep(&t, nullptr);
-}
-
-Where where_of(const Warp& w) {
-    return {w.grid, w.program, w.current.pc, w.cta->index, w.index};
 }
 
 // With the instruction that it came from.
@@ -434,7 +434,11 @@ void Engine::run_warp(Warp& w, uint64_t budget) {
             }
             lanes += uint64_t(__builtin_popcount(w.exec));
             if constexpr (is_timed) {
-                if (cost.kind != OpKind::plain) timing->before(w, op, cost);
+                if (cost.kind != OpKind::plain && !timing->before(w, op, cost)) {
+                    --executed;
+                    lanes -= uint64_t(__builtin_popcount(w.exec));
+                    break;
+                }
             }
             const bool is_left_out = is_timed && leaves_out_products && cost.is_unused;
             Flow flow = is_left_out ? Flow::next : op.body(w, op);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "elementary.h"
 #include "engine.h"
@@ -11,6 +12,7 @@ namespace deep_moe::emulator {
 namespace {
 
 constexpr uint32_t line_bytes = 128, sector_bytes = 32;
+constexpr uint64_t late_bytes = 32;  // no access of a lane has more
 constexpr uint32_t max_sm_ctas = 32, max_sm_threads = 2048, max_sm_registers = 65536;
 constexpr uint32_t reserved_shared_bytes = 1024;  // of each CTA
 constexpr uint32_t num_atomic_queues = 4096;
@@ -147,6 +149,7 @@ void Timing::clear() {
     for (Event& e : events_) delete e.operation;
     events_.clear();
     last_of_key_.clear();
+    late_writes_.clear();
     running_.clear();
 }
 
@@ -218,7 +221,7 @@ void Timing::end_cta(Cta& cta) {
     LaunchTime& launch = running_.at(&grid);
     for (auto& w : cta.warps) {
         flush(*w);
-        launch.end = std::max(launch.end, w->timed->time);
+        launch.end = std::max({launch.end, w->timed->time, w->timed->last_arrival});
         for (size_t i = 0; i < size_t(Spent::count); ++i)
             launch.spent[w->index][i] += double(w->timed->spent[i]) / grid.num_ctas;
     }
@@ -471,13 +474,15 @@ void Timing::add_pending(Warp& w, const Op& op, const OpCost& cost, Picoseconds 
 
 bool Timing::begin(Warp& w, const Op& op, const OpCost& cost) {
     WarpTime& t = *w.timed;
-    if (t.pending_registers & cost.touches) await_registers(w, op);
+    const bool resumes = t.resumes != WarpTime::Resumes::nowhere && t.resumed_pc == w.current.pc;
+    if (!resumes && t.pending_registers & cost.touches) await_registers(w, op);
     if (cost.is_ordered || (t.work & 0xffff) > work_limit || t.extra > work_limit ||
         (cost.is_scheduled && t.own > own_limit))
         flush(w);
     const Picoseconds first = next_event();
     if (t.time > first && (cost.is_ordered || t.time > first + horizon)) return false;
     now = std::max(now, t.time);
+    if (resumes) return true;
     t.work += cost.work;
     t.own += cost.is_scheduled ? cost.own
                                : std::max(uint32_t(cost.work & 0xffff) * issue_sixteenths_,
@@ -485,14 +490,38 @@ bool Timing::begin(Warp& w, const Op& op, const OpCost& cost) {
     return true;
 }
 
-void Timing::before(Warp& w, const Op& op, const OpCost& cost) {
+// Lets the time pass; false if something else comes before the warp goes on.
+bool Timing::wait_and_resume(Warp& w, Picoseconds until, Spent reason, WarpTime::Resumes where) {
+    WarpTime& t = *w.timed;
+    if (until <= t.time) return true;
+    advance(w, until, reason);
+    if (t.time >= next_event()) {
+        t.resumes = where;
+        t.resumed_pc = w.current.pc;
+        return false;
+    }
+    now = std::max(now, t.time);
+    return true;
+}
+
+bool Timing::before(Warp& w, const Op& op, const OpCost& cost) {
+    using Resumes = WarpTime::Resumes;
     GpuTime& gpu = *w.cta->gpu;
     WarpTime& t = *w.timed;
+    const Resumes resumes = t.resumed_pc == w.current.pc
+                                ? std::exchange(t.resumes, Resumes::nowhere)
+                                : Resumes::nowhere;
+    t.arrival = 0;
+    if (resumes == Resumes::behind_access) return true;
+    // What the thread wrote before has arrived when its release leaves, and the warp waits for it.
+    if (cost.is_release && resumes == Resumes::nowhere)
+        advance(w, fenced(w, cost.reaches_system ? chip.fence_sys_ns : 0), Spent::fence);
     switch (cost.kind) {
         case OpKind::plain:
         case OpKind::copy:
         case OpKind::barrier:
         case OpKind::barrier_arrive:
+        case OpKind::cluster_arrive:
         case OpKind::cluster_wait:
         case OpKind::mbarrier_wait:
         case OpKind::timer:
@@ -515,9 +544,7 @@ void Timing::before(Warp& w, const Op& op, const OpCost& cost) {
         case OpKind::store:
         case OpKind::atomic:
         case OpKind::reduction:
-            if (cost.is_release) fence(w, cost.reaches_system ? chip.fence_sys_ns : 0);
-            access(w, op, cost);
-            break;
+            return access(w, op, cost);
         case OpKind::fence_cta:
             t.extra += uint32_t(chip.fence_cta_cycles);
             break;
@@ -525,17 +552,13 @@ void Timing::before(Warp& w, const Op& op, const OpCost& cost) {
             t.extra += uint32_t(chip.fence_proxy_cycles);
             break;
         case OpKind::fence_gpu:
-            fence(w, 0);
+            advance(w, fenced(w, 0), Spent::fence);
             break;
         case OpKind::fence_sys:
-            fence(w, chip.fence_sys_ns);
+            advance(w, fenced(w, chip.fence_sys_ns), Spent::fence);
             break;
         case OpKind::mbarrier:
-            if (cost.is_release) fence(w, 0);
             t.extra += uint32_t(chip.mbarrier_arrive_cycles);
-            break;
-        case OpKind::cluster_arrive:
-            if (cost.is_release) fence(w, 0);
             break;
         case OpKind::mma: {
             flush(w);
@@ -597,6 +620,7 @@ void Timing::before(Warp& w, const Op& op, const OpCost& cost) {
             if (op.aux >> 16) t.extra += uint32_t(chip.setmaxnreg_cycles);
             break;
     }
+    return true;
 }
 
 void Timing::after(Warp& w, const Op&, const OpCost& cost, Flow flow) {
@@ -623,12 +647,13 @@ void Timing::after(Warp& w, const Op&, const OpCost& cost, Flow flow) {
 
 // ---- memory
 
-void Timing::fence(Warp& w, double system_ns) {
+// When a fence that begins now ends: the warp waits until all its writes are known to have arrived.
+Picoseconds Timing::fenced(Warp& w, double system_ns) {
     flush(w);
-    WarpTime& t = *w.timed;
+    const WarpTime& t = *w.timed;
     const Picoseconds least =
         system_ns ? ns(system_ns) : cycles(*w.cta->gpu, chip.fence_gpu_cycles);
-    advance(w, std::max(t.time + least, t.drained), Spent::fence);
+    return std::max(t.time + least, t.drained);
 }
 
 DevicePlace Timing::home_of(const Warp& w, uint64_t address) {
@@ -721,12 +746,12 @@ Picoseconds Timing::to_memory(Warp& w, const DevicePlace& place, uint64_t bytes,
     const Picoseconds sent = gpu.link_out.take(at, taken);
     const Picoseconds come =
         std::max(sent, home.link_in.take(at + ns(chip.link_latency_ns), taken));
-    return l2(home, address, bytes, come, true) + 2 * ns(chip.link_latency_ns);
+    return l2(home, address, bytes, come, true) + ns(chip.link_latency_ns);
 }
 
-void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
+bool Timing::access(Warp& w, const Op& op, const OpCost& cost) {
     const Operand& address = op.operands[cost.address];
-    if (!w.exec) return;
+    if (!w.exec) return true;
     auto space = Space(cost.space);
     uint64_t at[warp_size];
     int count = 0;
@@ -744,7 +769,7 @@ void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
     if (space == Space::local) {
         if (cost.num_results)
             add_pending(w, op, cost, time_of(w) + cycles(gpu, local_latency_cycles), Spent::memory);
-        return;
+        return true;
     }
     if (space == Space::shared || space == Space::shared_cluster) {
         // Wavefronts: 32 banks of 4 bytes; wide accesses go in parts of the warp.
@@ -777,16 +802,16 @@ void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
             add_pending(w, op, cost, served + cycles(gpu, latency), Spent::memory);
         else if (is_remote)
             t.drained = std::max(t.drained, served + cycles(gpu, latency));
-        return;
+        return true;
     }
     flush(w);
     // Lines of memory, and runs of neighbouring bytes.
     std::sort(at, at + count);
     const bool reads = cost.kind == OpKind::load;
-    if (reads && is_uniform && w.grid->rank->memory.find(at[0]) == nullptr) return;
+    if (reads && is_uniform && w.grid->rank->memory.find(at[0]) == nullptr) return true;
     // Parameters and constants come from a cache of the SM.
     const auto parameters = reinterpret_cast<uint64_t>(w.grid->parameters);
-    if (reads && at[0] - parameters < w.grid->parameter_storage.size()) return;
+    if (reads && at[0] - parameters < w.grid->parameter_storage.size()) return true;
     // What lies in one region goes one way; in an order that does not hang on the host's addresses.
     const RegionTable& regions = w.grid->rank->memory;
     const Region* region = regions.find(at[0]);
@@ -798,26 +823,39 @@ void Timing::access(Warp& w, const Op& op, const OpCost& cost) {
         std::sort(at, at + count,
                   [&](uint64_t a, uint64_t b) { return device_address(a) < device_address(b); });
     }
+    // Whatever this rank does behind its own ordered write to the same place finds it done.
+    const bool is_late = cost.is_ordered && !cost.num_results;
+    if (!is_late && !late_writes_.empty()) {
+        Picoseconds arrival = 0;
+        for (int i = 0; i < count; ++i)
+            arrival = std::max(arrival, arrival_of(w, at[i], cost.size));
+        if (!wait_and_resume(w, arrival, Spent::memory, WarpTime::Resumes::behind_fence))
+            return false;
+    }
     const Picoseconds start = t.time;
-    Picoseconds ready = start, seen = start;
+    Picoseconds ready = start, arrival = start;
     for (int begin = 0; begin < count;) {
         region = regions.find(at[begin]);
         int stop = begin + 1;
         while (stop < count && (!region || at[stop] - region->address < region->size)) ++stop;
-        access_region(w, cost, {at + begin, size_t(stop - begin)}, start, ready, seen);
+        access_region(w, cost, {at + begin, size_t(stop - begin)}, start, ready, arrival);
         begin = stop;
     }
     if (cost.num_results)
         add_pending(w, op, cost, ready, Spent::memory);
     else
         t.drained = std::max(t.drained, ready);
-    advance(w, seen, Spent::fence);
+    if (!is_late)
+        return wait_and_resume(w, arrival, Spent::memory, WarpTime::Resumes::behind_access);
+    if (arrival > start) t.arrival = arrival;
+    return true;
 }
 
-// ready: when the warp has the results, or its stores are known to have arrived. seen: until when
-// the warp stays here because others may look at the place.
+// ready: when the warp has the results, or its stores are known to have arrived. arrival: when what
+// others may look at has come to the other end of a link. A write goes there by itself. An update
+// with a result is done there, so its warp waits until then.
 void Timing::access_region(Warp& w, const OpCost& cost, std::span<uint64_t> at, Picoseconds start,
-                           Picoseconds& ready, Picoseconds& seen) {
+                           Picoseconds& ready, Picoseconds& arrival) {
     GpuTime& gpu = *w.cta->gpu;
     const DevicePlace first = home_of(w, at[0]);
     GpuTime& home = first.gpu;
@@ -833,7 +871,7 @@ void Timing::access_region(Warp& w, const OpCost& cost, std::span<uint64_t> at, 
                 std::max(done, home.atomics[(address >> 2) * 0x9E3779B1u % num_atomic_queues].take(
                                    start + way, cycles(gpu, chip.atomic_cycles)));
         ready = std::max(ready, done + way);
-        if (first.is_remote) seen = std::max(seen, done);
+        if (first.is_remote) arrival = std::max(arrival, done);
         return;
     }
     const bool reads = cost.kind == OpKind::load;
@@ -849,7 +887,36 @@ void Timing::access_region(Warp& w, const OpCost& cost, std::span<uint64_t> at, 
     }
     ready = std::max(ready, reads ? end + cycles(gpu, latency) : end);
     if (!reads && cost.is_ordered && first.is_remote)
-        seen = std::max(seen, start + ns(chip.link_latency_ns));
+        arrival = std::max(arrival, start + ns(chip.link_latency_ns));
+}
+
+bool Timing::is_late(Warp& w, uint64_t address) {
+    return w.timed->arrival && home_of(w, address).is_remote;
+}
+
+void Timing::write_later(Warp& w, uint64_t address, std::function<bool()> write) {
+    const auto key = std::pair(w.grid->rank->index, address / late_bytes);
+    WarpTime& t = *w.timed;
+    Picoseconds& arrival = late_writes_[key];
+    arrival = std::max(arrival, t.arrival);
+    t.last_arrival = std::max(t.last_arrival, arrival);
+    const auto arrive = [this, key, write = std::move(write), machine = w.machine] {
+        if (write()) machine->note_progress();
+        const auto found = late_writes_.find(key);
+        if (found != late_writes_.end() && found->second <= now) late_writes_.erase(found);
+    };
+    enqueue({"remote write", where_of(w), arrive, true}, 0, arrival);
+}
+
+// When the ordered writes of `w`'s rank to these bytes have arrived; 0: they have.
+Picoseconds Timing::arrival_of(const Warp& w, uint64_t address, uint64_t bytes) const {
+    Picoseconds arrival = 0;
+    const uint32_t rank = w.grid->rank->index;
+    const std::pair last(rank, (address + bytes - 1) / late_bytes);
+    for (auto write = late_writes_.lower_bound({rank, address / late_bytes});
+         write != late_writes_.end() && write->first <= last; ++write)
+        arrival = std::max(arrival, write->second);
+    return arrival;
 }
 
 // ---- asynchronous operations
@@ -870,6 +937,7 @@ void Timing::load(Warp& w, const std::vector<std::pair<uint64_t, uint32_t>>& row
         for (++i; i < rows.size() && rows[i].first == stop; ++i) stop += rows[i].second;
         if (stop == begin) continue;
         const DevicePlace place = home_of(w, begin);
+        copy.ready = std::max(copy.ready, arrival_of(w, begin, stop - begin));
         copy.runs.push_back({&place.gpu, place.address, stop - begin, place.is_remote});
     }
     sm.copies.push_back(std::move(copy));
@@ -926,7 +994,8 @@ Picoseconds Timing::thread_copies(Warp& w,
         uint64_t stop = begin + pieces[i].second;
         for (++i; i < pieces.size() && pieces[i].first == stop; ++i) stop += pieces[i].second;
         if (stop == begin) continue;
-        end = std::max(end, from_memory(gpu, *w.cta->sm, home_of(w, begin), stop - begin, at));
+        end = std::max({end, from_memory(gpu, *w.cta->sm, home_of(w, begin), stop - begin, at),
+                        arrival_of(w, begin, stop - begin)});
     }
     return end + cycles(gpu, chip.l2_near_latency_cycles);
 }

@@ -88,7 +88,14 @@ struct WarpTime {
         Spent kind;
     };
     std::vector<Pending> pending;
-    Picoseconds drained = 0;  // when all its stores have arrived
+    Picoseconds drained = 0;  // when all its stores are known to have arrived
+    Picoseconds arrival = 0;  // of the ordered write over a link that it issues now
+    Picoseconds last_arrival = 0;
+    // An instruction that others may notice and that came behind something: the warp waited, and
+    // what else came first goes first. Then it goes on with the same instruction.
+    enum class Resumes : uint8_t { nowhere, behind_fence, behind_access };
+    Resumes resumes = Resumes::nowhere;
+    uint32_t resumed_pc = 0;
     Picoseconds mma_end = 0;  // of the group that is open
     std::deque<Picoseconds> mma_groups;
     uint64_t stamp = 0;  // of its entry in the list of events; 0: it is in none
@@ -199,7 +206,8 @@ class Timing {
     void tick();  // looks at the load of each GPU now and then
     // Charges the instruction; false if something else comes first.
     bool begin(Warp& w, const Op& op, const OpCost& cost);
-    void before(Warp& w, const Op& op, const OpCost& cost);
+    // The same for what it waits for and goes through.
+    bool before(Warp& w, const Op& op, const OpCost& cost);
     void after(Warp& w, const Op& op, const OpCost& cost, Flow flow);
     void block(Warp& w);  // it waits until `wake`
     void wake(Warp& w);
@@ -232,6 +240,10 @@ class Timing {
     Picoseconds tensor_mma(Warp& w, uint32_t m, uint32_t n, int num_ctas, bool a_in_shared);
     Picoseconds tensor_copy(Warp& w);
     Picoseconds soon(Warp& w, double cycles);
+    // Whether what `w` writes now to `address` happens later: an ordered write over a link. Its
+    // body leaves that to `write`, which says whether it changed anything.
+    bool is_late(Warp& w, uint64_t address);
+    void write_later(Warp& w, uint64_t address, std::function<bool()> write);
     Picoseconds here(Warp& w) {
         flush(w);
         return time_of(w);
@@ -252,10 +264,12 @@ class Timing {
     void advance(Warp& w, Picoseconds to, Spent reason);
     void await_registers(Warp& w, const Op& op);
     void add_pending(Warp& w, const Op& op, const OpCost& cost, Picoseconds ready, Spent kind);
-    void access(Warp& w, const Op& op, const OpCost& cost);
+    bool wait_and_resume(Warp& w, Picoseconds until, Spent reason, WarpTime::Resumes where);
+    Picoseconds arrival_of(const Warp& w, uint64_t address, uint64_t bytes) const;
+    bool access(Warp& w, const Op& op, const OpCost& cost);
     void access_region(Warp& w, const OpCost& cost, std::span<uint64_t> at, Picoseconds start,
-                       Picoseconds& ready, Picoseconds& seen);
-    void fence(Warp& w, double ns);
+                       Picoseconds& ready, Picoseconds& arrival);
+    Picoseconds fenced(Warp& w, double ns);
     Picoseconds l2(GpuTime& gpu, uint64_t address, uint64_t bytes, Picoseconds at, bool writes);
     void start_copies(GpuTime& gpu, SmTime& sm, Picoseconds at);
     Picoseconds from_memory(GpuTime& gpu, SmTime& sm, const DevicePlace& place, uint64_t bytes,
@@ -280,6 +294,8 @@ class Timing {
     std::map<uint32_t, std::unique_ptr<GpuTime>> gpus_;
     std::map<uint64_t, Picoseconds> last_of_key_;
     std::map<const Grid*, LaunchTime> running_;
+    // When ordered writes over links arrive, by issuing rank and 32 bytes of its addresses.
+    std::map<std::pair<uint32_t, uint64_t>, Picoseconds> late_writes_;
 };
 
 }  // namespace deep_moe::emulator

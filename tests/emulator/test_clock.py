@@ -292,6 +292,111 @@ st.global.u32 [%rd0], %r0;"""
         assert launch.link_bytes == 16 * 4
 
 
+def write_and_poll(write: str, on: Chip) -> tuple[int, int]:
+    """How long CTA 0 takes over `write` to what is its peer's at [%p0], and until CTA 1, which the
+    peer's mirror image is, has seen it in its own memory."""
+    body = f"""
+mov.u32 %r0, %ctaid.x; setp.ne.u32 %c0, %r0, 0; mov.u32 %r9, 1;
+@%c0 bra again;
+nanosleep.u32 5000;
+mov.u64 %rd0, %clock64;
+{write}
+mov.u64 %rd1, %clock64;
+st.global.u64 [%p2], %rd0; st.global.u64 [%p2+8], %rd1;
+ret;
+again: ld.relaxed.sys.global.u32 %r1, [%p1];
+setp.ne.u32 %c1, %r1, COUNT;
+@%c1 bra again;
+mov.u64 %rd2, %clock64;
+st.global.u64 [%p2+16], %rd2;""".replace("COUNT", str(max(1, write.count(".add."))))
+    machine = Machine(clock=on, checks=False)
+    own, theirs, out = zeros(1024), zeros(1024), np.zeros(3, np.int64)
+    machine.add_array(own, "own")
+    machine.add_array(out, "out")
+    machine.add_memory(0, theirs.ctypes.data, 1024, "theirs", home=1)
+    machine.mirror_memory(0, theirs.ctypes.data, onto=own.ctypes.data)
+    machine.launch(
+        machine.load(entry(body, 3)),
+        grid=(2, 1, 1),
+        block=(1, 1, 1),
+        args=[theirs, own, out],
+    )
+    machine.run()
+    return int(out[1] - out[0]), int(out[2] - out[0])
+
+
+LINK: dict[str, float] = {"link_latency_ns": 3000, "fence_sys_ns": 1000, "hbm_latency_ns": 0}
+POLL = 310  # cycles between two looks at a word, 300 of them for the last one
+
+
+ADD = "red.relaxed.sys.global.add.u32 [%p0], %r9;"
+
+
+@pytest.mark.parametrize(
+    ("write", "count", "cycles"),
+    [
+        ("st.relaxed.sys.global.u32 [%p0], %r9;", 4, 2),
+        ("st.volatile.global.u32 [%p0], %r9;", 4, 2),
+        (ADD, 1, 4),
+        (ADD, 4, 4),
+        ("atom.relaxed.sys.global.add.u32 _, [%p0], %r9;", 4, 4),
+        ("red.release.cta.global.add.u32 [%p0], %r9;", 4, 4),
+        ("red.release.sys.global.add.u32 [%p0], %r9;", 1, 1004),
+        ("st.async.mmio.release.sys.global.b32 [%p0], %r9;", 1, 1002),
+    ],
+)
+def test_ordered_writes_to_a_peer_cost_their_issue_and_are_seen_after_the_link(
+    write: str, count: int, cycles: int
+):
+    took, seen = write_and_poll(f"{write}\n" * count, chip(**LINK))
+    assert took == pytest.approx(count * cycles, abs=4 * count)
+    # An update takes its way to L2, too.
+    way = 3000 + (0 if write.startswith("st") else 150)
+    assert seen == pytest.approx(took + way + 300 + POLL / 2, abs=POLL / 2 + 20)
+
+
+def test_a_fence_waits_once_for_all_writes_to_a_peer():
+    spans = [
+        write_and_poll(f"{ADD * count} fence.acq_rel.sys;", chip(**LINK))[0] for count in (1, 2, 8)
+    ]
+    # There and back, and the way in L2; then each costs its issue.
+    assert spans[0] == pytest.approx(2 * 3150, abs=20)
+    assert spans[1] - spans[0] == pytest.approx(4, abs=4)
+    assert spans[2] - spans[0] == pytest.approx(7 * 4, abs=7 * 4)
+
+
+def test_a_rank_finds_its_own_ordered_writes_done():
+    body = """
+mov.u32 %r9, 1; mov.u32 %r8, 5; mov.u32 %r7, 7;
+red.relaxed.sys.global.add.u32 [%p0], %r9;
+red.relaxed.sys.global.add.u32 [%p0], %r9;
+atom.relaxed.sys.global.add.u32 %r1, [%p0], %r9;
+st.relaxed.sys.global.u32 [%p0+64], %r8;
+ld.global.u32 %r2, [%p0+64];
+st.relaxed.sys.global.u32 [%p0+128], %r8;
+st.global.u32 [%p0+128], %r7;
+red.relaxed.sys.global.add.u32 [%p0+192], %r9;
+st.relaxed.sys.global.u32 [%p0+192], %r8;
+st.global.u32 [%p1], %r1; st.global.u32 [%p1+4], %r2;"""
+    machine = Machine(clock=chip(**LINK))
+    theirs, own = zeros(1024), zeros(1024)
+    machine.add_memory(0, theirs.ctypes.data, 1024, "theirs", home=1)
+    machine.add_array(own, "own")
+    machine.launch(
+        machine.load(entry(body, 2)), grid=(1, 1, 1), block=(1, 1, 1), args=[theirs, own]
+    )
+    machine.run()
+    (launch,) = machine.launch_times
+    assert own.view(np.uint32)[:2].tolist() == [2, 5]
+    assert theirs.view(np.uint32)[[0, 16, 32, 48]].tolist() == [3, 5, 7, 5]
+    assert launch.ns > 3000
+
+
+def test_a_kernel_ends_when_its_writes_to_a_peer_have_arrived():
+    launch = launch_time(ADD.replace("%r9", "1"), (1,), chip(**LINK, atomic_cycles=0))
+    assert launch.ns == pytest.approx(3150, abs=10)
+
+
 def test_clocks_read_simulated_time():
     body = """
 mov.u64 %rd0, %clock64; mov.u64 %rd1, %globaltimer;

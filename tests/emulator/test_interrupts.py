@@ -27,7 +27,11 @@ ENDLESS = {
 
 @contextlib.contextmanager
 def signal_soon(number: int = signal.SIGINT) -> Iterator[None]:
-    """Sends this process a signal in a moment, unless the block ends before."""
+    """Sends this process a signal in a moment, unless the block ends before. Ctrl-C raises, also in
+    a process that a shell has put in the background, where SIGINT is ignored from the start."""
+    old = signal.getsignal(number)
+    if number == signal.SIGINT:
+        signal.signal(number, signal.default_int_handler)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), number))
     timer.start()
     try:
@@ -35,6 +39,7 @@ def signal_soon(number: int = signal.SIGINT) -> Iterator[None]:
     finally:
         timer.cancel()
         timer.join()
+        signal.signal(number, old)
 
 
 @pytest.mark.parametrize("with_progress", [False, True])

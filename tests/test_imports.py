@@ -5,6 +5,7 @@ Imports inside of functions count. What only type checkers import does not: noth
 """
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,17 +64,26 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+def package_of(name: str, path: Path) -> str:
+    return name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+
+def module_of(node: ast.ImportFrom, package: str) -> str:
+    """The full name of what stands behind "from" in a module of `package`."""
+    above = package.split(".")[: -(node.level - 1) or None] if node.level else []
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
 def imported(name: str) -> set[str]:
     """Our modules that one imports when it runs."""
     path = MODULES[name]
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    package = package_of(name, path)
 
     def targets(node: ast.stmt) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: -(node.level - 1) or None] if node.level else []
-            module = ".".join([*above, *([node.module] if node.module else [])])
+            module = module_of(node, package)
             for alias in node.names:
                 own = f"{module}.{alias.name}"
                 yield own if own in MODULES else module
@@ -153,6 +163,7 @@ def test_only_the_command_line_imports_what_tries_the_layer() -> None:
     assert {name.split(".")[1] for name in importing} == {"trial", "cli"}
 
 
+@functools.cache
 def names_of(path: Path) -> set[str]:
     """What a module binds; all that it quotes, too, if it finds names when they are asked for."""
 
@@ -174,20 +185,21 @@ def names_of(path: Path) -> set[str]:
     return names
 
 
-def nowhere(path: Path) -> set[str]:
-    """What a file imports from modules of ours that they do not have."""
+def nowhere(name: str, path: Path) -> set[str]:
+    """What the module `name` imports from modules of ours that they do not have."""
     missing = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+        if not isinstance(node, ast.ImportFrom):
             continue
-        if node.module.partition(".")[0] not in {"deep_moe", "tests", "benchmarks"}:
+        source = module_of(node, package_of(name, path))
+        if source.partition(".")[0] not in {"deep_moe", "tests", "benchmarks"}:
             continue
-        if node.module not in IMPORTABLE:
-            missing.add(node.module)
+        if source not in IMPORTABLE:
+            missing.add(source)
             continue
-        path_of = IMPORTABLE[node.module]
-        names = {alias.name for alias in node.names} - (names_of(path_of) if path_of else set())
-        missing |= {f"{node.module}.{name}" for name in names} - IMPORTABLE.keys()
+        module = IMPORTABLE[source]
+        names = {alias.name for alias in node.names} - (names_of(module) if module else set())
+        missing |= {f"{source}.{one}" for one in names} - IMPORTABLE.keys()
     return missing
 
 
@@ -211,9 +223,10 @@ IMPORTABLE = importable()
 def test_what_is_imported_is_there(folder: str) -> None:
     """In files, too, that run only where an engine, a trainer or a GPU is."""
     missing = {
-        f"{path.relative_to(ROOT)}: {name}"
-        for path in (ROOT / folder).rglob("*.py")
-        for name in nowhere(path)
+        f"{path.relative_to(ROOT)}: {one}"
+        for name, path in IMPORTABLE.items()
+        if path is not None and path.is_relative_to(ROOT / folder)
+        for one in nowhere(name, path)
     }
     assert missing == set()
 
@@ -224,9 +237,11 @@ def test_a_name_that_is_gone_is_seen(tmp_path: Path) -> None:
         "from deep_moe.cli.layer_options import LayerOptions, no_such_option\n"
         "from deep_moe.cli.no_such_module import option\n"
         "from deep_moe import mega_moe, cli\n"
+        "from .fused import options, no_such_room\n"
         "def late():\n    from tests.test_imports import ROOT, late\n"
     )
-    assert nowhere(planted) == {
+    assert nowhere("deep_moe.planted", planted) == {
+        "deep_moe.fused.no_such_room",
         "deep_moe.cli.layer_options.no_such_option",
         "deep_moe.cli.no_such_module",
         "tests.test_imports.late",

@@ -65,17 +65,16 @@ class Survivor:
         assert torch.equal(bits(out), bits(expected))
 
 
-def wait_and_be_killed(survivor: Survivor, result: Dispatched, has_sent: Path) -> None:
+def wait_and_be_killed(survivor: Survivor, result: Dispatched) -> None:
     """While it waits for the others' tokens, which come later."""
     if survivor.device.type == "cuda":
         torch.cuda.synchronize()
-    has_sent.touch()
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     survivor.layer.receive(result.handle)
     time.sleep(600)
 
 
-def live_through_it(rank: int, num_ranks: int, device: str, has_sent: Path) -> None:
+def live_through_it(rank: int, num_ranks: int, device: str, is_dead: Path) -> None:
     alive = dist.new_group([other for other in range(num_ranks) if other != KILLED])
     layer = LowLatencyAllToAll(
         dist.group.WORLD, 4, 128, 2 * num_ranks, 2, num_sms=2, timeout_s=3.0, device=device
@@ -85,10 +84,9 @@ def live_through_it(rank: int, num_ranks: int, device: str, has_sent: Path) -> N
         survivor.check_call(seed, [])
     inputs = survivor.inputs(2)
     if rank == KILLED:
-        wait_and_be_killed(survivor, survivor.send(inputs), has_sent)
-    while not has_sent.exists():
+        wait_and_be_killed(survivor, survivor.send(inputs))
+    while not is_dead.exists():
         time.sleep(0.05)
-    time.sleep(1.0)
     result = survivor.send(inputs)
     survivor.receive(result, inputs, [])  # its tokens have come
     with pytest.raises(MegaMoETimeoutError, match=f"missing: rank {KILLED}"):
@@ -99,8 +97,9 @@ def live_through_it(rank: int, num_ranks: int, device: str, has_sent: Path) -> N
         survivor.check_call(seed, [KILLED])
 
 
-# What a rank does: its number, that of all, the device, and a file for who will be killed to say
-# that it is on its way.
+# What a rank does: its number, that of all, the device, and a file that is there when the one to be
+# killed is dead. A kernel of a process outlives the signal by seconds, until the driver has it off
+# the GPU, and would finish its call with ranks that came too early.
 Life = Callable[[int, int, str, Path], None]
 
 
@@ -114,7 +113,7 @@ def be_a_rank(
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=num_ranks)
     try:
-        life(rank, num_ranks, device, folder / "has_sent")
+        life(rank, num_ranks, device, folder / "is_dead")
         answers.put((rank, ""))
     except BaseException:
         answers.put((rank, traceback.format_exc()))
@@ -134,6 +133,8 @@ def check_survivors(life: Life, num_ranks: int, device: str, folder: Path) -> No
     for process in processes:
         process.start()
     try:
+        processes[KILLED].join(timeout=200)  # returns when all that was its is closed
+        (folder / "is_dead").touch()
         given = [answers.get(timeout=300) for _ in range(num_ranks - 1)]
     finally:
         for process in processes:

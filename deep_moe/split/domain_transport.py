@@ -57,7 +57,7 @@ class DomainTransport:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._nccl_ep: NcclEpExchange | None = None
         if name == "nccl_ep" and groups.cross is not None:
-            self._nccl_ep = NcclEpExchange(groups.cross, device)
+            self._nccl_ep = NcclEpExchange(groups.cross, device, timeout_s)
 
     def exchange(
         self,

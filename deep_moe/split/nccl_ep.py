@@ -25,6 +25,10 @@ Blocks: TypeAlias = Sequence[torch.Tensor | None]
 
 _ALIGNMENT = 16  # bytes of a row and of its scales
 
+# NCCL EP's kernels end by a trap, after which the process's GPU is lost. So they wait longer than
+# the ranks, whose error names the domain that did not come.
+_LONGER_S = 60.0
+
 
 def load_nccl_ep() -> Any:
     """The package; ImportError that says what is missing."""
@@ -39,12 +43,13 @@ def load_nccl_ep() -> Any:
 
 
 class NcclEpExchange:
-    """One rank's end of a cross group."""
+    """One rank's end of a cross group. timeout_s: how long ranks wait for other domains."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
         self.ep = load_nccl_ep()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = device
+        self._timeout_s = timeout_s
         # Which takes the current GPU.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._communicator = self.ep.interop.torch.get_nccl_comm_from_group(group)
@@ -93,6 +98,7 @@ class NcclEpExchange:
             max_dispatch_tokens_per_rank=most_rows,
             max_token_bytes=row_bytes,
             num_topk=1,
+            timeout_ns=round((self._timeout_s + _LONGER_S) * 1e9),
         )
         return self.ep.Group.create(self._communicator, config)
 

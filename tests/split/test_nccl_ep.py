@@ -55,8 +55,8 @@ def test_the_communicator_is_of_the_layers_gpu(run_ranks, monkeypatch) -> None:
             "get_nccl_comm_from_group",
             lambda group: asked.extend(current),
         )
-        NcclEpExchange(dist.group.WORLD, torch.device("cuda", 1))
-        NcclEpExchange(dist.group.WORLD, torch.device("cpu"))
+        NcclEpExchange(dist.group.WORLD, torch.device("cuda", 1), 600.0)
+        NcclEpExchange(dist.group.WORLD, torch.device("cpu"), 600.0)
         assert asked == [torch.device("cuda", 1)]
 
     run_ranks(1, work)
@@ -67,13 +67,35 @@ def test_a_first_exchange_in_inference_mode(run_ranks) -> None:
 
     def work(rank: int) -> None:
         nccl_ep_stand_in.install()
-        exchange = NcclEpExchange(dist.group.WORLD, torch.device("cpu"))
+        exchange = NcclEpExchange(dist.group.WORLD, torch.device("cpu"), 600.0)
         for mode in (torch.inference_mode, nullcontext):
             received, sent = torch.zeros(2, 3, 8).byte(), torch.zeros(2, 3, 8).byte() + rank
             with mode():
                 exchange.exchange(received.unbind(), sent.unbind(), 0)
             assert [block.unique().tolist() for block in received] == [[0], [1]]
         exchange.close()
+
+    run_ranks(2, work)
+
+
+def test_ranks_give_up_before_kernels_do(run_ranks, monkeypatch) -> None:
+    """Whose own time would be 100 s, and which end by a trap that names nobody."""
+
+    def work(rank: int) -> None:
+        nccl_ep_stand_in.install()
+        made: list[nccl_ep_stand_in.GroupConfig] = []
+        create = nccl_ep_stand_in.Group.create
+        monkeypatch.setattr(
+            nccl_ep_stand_in.Group,
+            "create",
+            lambda comm, config: made.append(config) or create(comm, config),
+        )
+        layer = make(2, transport="nccl_ep", timeout_s=300.0)
+        x = torch.zeros(1, SIZES["hidden"]).bfloat16()
+        layer.dispatch(x, torch.zeros(1, SIZES["num_topk"], dtype=torch.int64))
+        layer.close()
+        assert made
+        assert all(300 < config.timeout_ns / 1e9 < 600 for config in made)
 
     run_ranks(2, work)
 

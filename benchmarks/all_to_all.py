@@ -27,7 +27,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,7 @@ from deep_moe.trial.timing import SLEEP_CYCLES, machine
 
 from .mega_moe import run_on_gpus
 from .problem import MachineRates
+from .tables import markdown_table
 
 TOKENS = {"low-latency": (1, 8, 32, 128), "throughput": (1, 1024, 2048, 4096, 8192)}
 LARGE_BYTES = 1 << 28  # from each rank to all, for the links' rate
@@ -522,6 +523,18 @@ def line(result: dict[str, Any]) -> str:
             f"in a row {result['in_a_row_us']:.1f} us, library {result['library_in_a_row_us']:.1f}"
         )
     return "  ".join(words)
+
+
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """In Markdown, µs."""
+    steps = ("dispatch", "combine", "both in a graph")
+    columns = ["tokens per rank", *(name for step in steps for name in (step, "NCCL"))]
+    rows = []
+    for result in results:
+        us = [result[step][time] for step in steps[:2] for time in ("us", "library_us")]
+        us += [result["in_a_row_us"], result["library_in_a_row_us"]]
+        rows.append([str(result["tokens_per_rank"]), *(f"{time:.1f}" for time in us)])
+    return markdown_table(columns, rows)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,7 @@ from deep_moe.weights.layers import one_expert
 from .all_to_all import over_ranks, run_timed
 from .mega_moe import MODELS, SIZES, TOKENS, model_name, run_on_gpus
 from .problem import checked_sample, rank_weights
+from .tables import markdown_table
 from .vllm_layer import BACKENDS, CHECKPOINTS, Backend, VllmLayer, vllm_config, vllm_groups
 
 OURS = "deep_moe"
@@ -561,8 +562,7 @@ def absences(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 def markdown(reports: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for title, columns, rows in tables(reports):
-        lines += [f"**{title}**", "", f"| {' | '.join(columns)} |", "|---:" * len(columns) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in rows] + [""]
+        lines += [f"**{title}**", "", markdown_table(columns, rows)]
     lines += [LEGEND, "", *(f"- {absence}" for absence in absences(reports))]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -3,8 +3,9 @@
     python -m benchmarks.plot
 
 takes every report in benchmarks/results and renews what is made of them: a picture per kind of
-machine in docs/images, benchmarks/RESULTS.md, and the table in docs/performance.md. Of peers, only
-times of the newest version among the reports are taken. Only results for uniform
+machine in docs/images, benchmarks/RESULTS.md, and the tables in docs/performance.md, of training
+(results/training) in docs/training.md and of all-to-alls (results/all_to_all) in docs/split.md. Of
+peers, only times of the newest version among the reports are taken. Only results for uniform
 routing and equal tokens are shown, in pictures those for published models as they are, or with
 other sizes where a machine has no others. Each curve is from one report, never pieced together: the
 one that timed most sizes of it, of several the newest.
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import all_to_all, engines, training
 from .chart import Curve, Panel, Style, chart
 from .published import compared, figures, is_even, is_standard
+from .tables import markdown_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,6 +61,15 @@ COLUMNS = (
     "off the goal",
 )
 
+# Parts of these pages are tables of a report in a folder of OTHER_TABLES; the words behind its name
+# say which.
+PAGES_WITH_TABLES = (ROOT / "docs" / "training.md", ROOT / "docs" / "split.md")
+PAGE_TABLE = re.compile(
+    r"(<!-- table: (?P<folder>\w+)/(?P<name>[^\s,]+)(?P<words>[^,]*), made by .*?-->\n).*?"
+    r"(?P<end><!-- end of table -->)",
+    re.DOTALL,
+)
+
 Result = Mapping[str, Any]
 Machine = tuple[str, int]  # name of the GPU, ranks
 
@@ -82,11 +94,15 @@ class Timed:
 
 
 def main() -> None:
-    reports = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    for path, text in documents(reports).items():
+    for path, text in documents([read(path) for path in sorted(RESULTS.glob("*.json"))]).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         print(path.relative_to(ROOT))
+
+
+def read(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
 
 
 def documents(reports: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
@@ -105,7 +121,14 @@ def documents(reports: Sequence[Mapping[str, Any]]) -> dict[Path, str]:
         if pictured_models(reports, machine)
     }
     tables = [table(machine, reports) for machine in machines]
-    made[ROOT / "benchmarks" / "RESULTS.md"] = "\n".join([RESULTS_HEAD, *tables])
+    others = [
+        section(folder, read(path))
+        for folder in OTHER_TABLES
+        for path in sorted((RESULTS / folder).glob("*.json"))
+    ]
+    made[ROOT / "benchmarks" / "RESULTS.md"] = "\n".join([RESULTS_HEAD, *tables, *others])
+    for page in PAGES_WITH_TABLES:
+        made[page] = PAGE_TABLE.sub(with_table, page.read_text())
     page = ROOT / "docs" / "performance.md"
     text, count = PAGE_PART.subn(
         lambda match: match[1] + page_table(reports) + match[2], page.read_text()
@@ -132,6 +155,10 @@ median of 20 calls or more, of the slowest rank.
 | against it | best peer's time, divided by ours |
 | asked | how many times as fast as the best peer the layer is to be |
 | goal | the time that this comes to |
+
+Behind the layer's tables stand those of engines' kernels, of training and of all-to-alls. In a
+training table, brackets say how many times as fast as BF16 a path is.
+`python -m benchmarks.engines --show REPORT` explains the columns of engines.
 """
 
 
@@ -322,6 +349,61 @@ def page_table(reports: Sequence[Mapping[str, Any]]) -> str:
             cells = [f"{us[n]:.0f}" if n in us else "" for n in PAGE_TOKENS]
             lines.append(f"| {of.label(path)}, µs | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def section(folder: str, report: Result) -> str:
+    """A report's part of RESULTS.md."""
+    own = report["machine"]
+    where = f"{report.get('num_ranks', 1)} × {own['gpu']}"
+    name = f"{where}, commit {own['commit']}, {own['date'][:10]}"
+    return "\n".join(
+        f"## {title}, {name}\n\n{text}" for title, text in OTHER_TABLES[folder](report).items()
+    )
+
+
+def engines_tables(report: Result) -> dict[str, str]:
+    return {
+        title.partition(f", {report['machine']['gpu']}")[0] + " beside engines' kernels, µs": (
+            markdown_table(columns, rows)
+        )
+        for title, columns, rows in engines.tables([report])
+    }
+
+
+def training_tables(report: Result) -> dict[str, str]:
+    return {
+        f"training, ms of {title} ({report['rounds']} rounds)": training.table(
+            report["results"], time
+        )
+        for time, title in training.TIMES.items()
+    }
+
+
+def all_to_all_tables(report: Result) -> dict[str, str]:
+    options = report["arguments"]
+    words = [f"{options['path']} all-to-all"]
+    words += ["`--placement experts`"] * (options["placement"] == "experts")
+    words += ["`--zero-copy`"] * (options["zero_copy"] == "True")
+    words += [f"`--sms {options['sms']}`"] * (options["sms"] != "None")
+    return {f"{', '.join(words)}, µs": all_to_all.table(report["results"])}
+
+
+def with_table(part: re.Match[str]) -> str:
+    """Of a page: the same part with the table that the report gives now."""
+    results = read(RESULTS / part["folder"] / f"{part['name']}.json")["results"]
+    if part["folder"] == "training":
+        text = training.table(results, part["words"].strip())
+    else:
+        text = all_to_all.table(results)
+    return part[1] + text + part["end"]
+
+
+# By the folder of results/: tables of its reports, by what stands above each.
+OTHER_TABLES: dict[str, Callable[[Result], dict[str, str]]] = {
+    "engines": engines_tables,
+    "training": training_tables,
+    "all_to_all": all_to_all_tables,
+}
 
 
 if __name__ == "__main__":

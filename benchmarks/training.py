@@ -43,7 +43,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -56,10 +56,22 @@ import deep_moe
 from benchmarks import liger_layer
 from benchmarks.liger_layer import LigerLayer
 from benchmarks.quack_layer import Products, QuackLayer, installed_products, interleaved, separated
+from benchmarks.tables import markdown_table
 from deep_moe.targets import target_of_capability
 from deep_moe.training.products import grouped_product, grouped_weight_gradient
+from deep_moe.trial.timing import machine
 
 GIB = 2**30
+LABELS = {  # of paths, in tables
+    "ours": "BF16",
+    "fp8": '`"fp8"`',
+    "fp8-dgrad": '`"fp8_dgrad"`',
+    "fp8-wgrad": '`"fp8_wgrad"`',
+    "frozen": '`"fp8"`, frozen',
+    "frozen-dgrad": '`"fp8_dgrad"`, frozen',
+    "frozen-wgrad": '`"fp8_wgrad"`, frozen',
+    "plain": "plain layer",
+}
 
 
 @dataclass(frozen=True)
@@ -439,14 +451,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="default: all but the libraries', and fp8's where the GPU has products for them",
     )
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, help="where to write the report")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.training needs a GPU", file=sys.stderr)
         return 1
     report: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
+        "machine": machine(torch.device("cuda", torch.cuda.current_device()), options.commit),
         "rounds": options.rounds,
         "results": [],
     }
@@ -490,6 +502,29 @@ def _milliseconds(found: dict[str, float], prefix: str) -> str:
         return "-"
     whole, *passes = (found[f"{prefix}{name}ms"] for name in ("", "forward_", "backward_"))
     return f"{whole:9.3f} ms ({passes[0]:.3f} + {passes[1]:.3f})"
+
+
+TIMES = {
+    "graph_ms": "a step in graphs",
+    "graph_forward_ms": "a forward pass in graphs",
+    "ms": "a step, called from Python",
+    "forward_ms": "a forward pass, called from Python",
+}
+
+
+def table(results: Sequence[Mapping[str, Any]], time: str) -> str:
+    """In Markdown: one of TIMES of each path, ms, and how many times as fast as BF16 it is."""
+    paths = list(dict.fromkeys(["ours", *(path for entry in results for path in entry["paths"])]))
+    rows = []
+    for entry in results:
+        found = {path: times[time] for path, times in entry["paths"].items() if time in times}
+        cells = [
+            f"{found[path]:.2f} ({found['ours'] / found[path]:.2f})" if path in found else ""
+            for path in paths[1:]
+        ]
+        rows.append([entry["model"], str(entry["tokens"]), f"{found['ours']:.2f}", *cells])
+    columns = ["sizes", "tokens", *(LABELS.get(path, path) for path in paths)]
+    return markdown_table(columns, rows, words=1)
 
 
 if __name__ == "__main__":

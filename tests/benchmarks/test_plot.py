@@ -7,6 +7,8 @@ import pytest
 from benchmarks.plot import (
     PAGE_MACHINE,
     PAGE_MODEL,
+    PAGE_TABLE,
+    PAGES_WITH_TABLES,
     RESULTS,
     ROOT,
     documents,
@@ -128,3 +130,6 @@ def test_committed_pictures_and_tables_are_those_of_the_committed_reports():
     assert picture_path(MACHINE) in made
     for path, text in made.items():
         assert path.read_text() == text, path.relative_to(ROOT)
+    for page in PAGES_WITH_TABLES:
+        found = PAGE_TABLE.findall(made[page])
+        assert len(found) == made[page].count("<!-- table: ") > 0, page.name

@@ -25,6 +25,7 @@ from .closing import Closing
 from .emulated_call import finish_emulated, prepare_launch, require_memory
 from .mega_moe import mega_moe, with_numerics
 from .options import (
+    MASKED_RANKS,
     OPTION_TENSORS,
     CallOptions,
     given_options,
@@ -136,7 +137,8 @@ class EmulatedRanks(Closing):
             observe: gets the machine after the call.
             mirrored: run rank 0 alone; every peer does to it what it does to that peer, at the same
                 time, as where peers have as many tokens and the same routing, turned by a rank.
-                Weights of the peers are taken to be rank 0's. It needs a chip and checked=False.
+                Weights of the peers are taken to be rank 0's. It needs a chip and checked=False,
+                and no rank may be masked.
             machine_code: with a chip, read what instructions cost from the kernel's machine code,
                 see `deep_moe.emulator.machine_code`.
             {options}
@@ -199,6 +201,7 @@ class EmulatedRanks(Closing):
                         )
                     )
             if mirrored:
+                _refuse_masked_peers(tensors)
                 launches = [_with_mirrored_peers(launches[0], self.shape)]
             run_ranks(
                 self.buffers,
@@ -242,6 +245,15 @@ class EmulatedRanks(Closing):
         """Give the memory back."""
         for buffer in self.buffers:
             buffer.close()
+
+
+def _refuse_masked_peers(tensors: Mapping[str, Sequence[torch.Tensor | None]]) -> None:
+    """Raise if rank 0 masks a rank: its peers would mask others, turned by a rank."""
+    masked = tensors[MASKED_RANKS][0] if MASKED_RANKS in tensors else None
+    if masked is not None and masked.any():
+        raise ValueError(
+            f"{MASKED_RANKS}[0] must leave out no rank where mirrored=True; got {masked.tolist()}"
+        )
 
 
 def _with_mirrored_peers(launch: RankLaunch, shape: MoEShape) -> RankLaunch:

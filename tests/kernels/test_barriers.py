@@ -79,6 +79,7 @@ using namespace deep_moe;
 extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     auto* num_missed = static_cast<uint32_t*>(args.y);
     const RankBuffers<Config> buffers(args);
+    const CallRanks<Config> ranks = buffers.active_ranks();
     uint32_t* counter = buffers.local().grid_gather_counter();
     const uint32_t column = buffers.rank_idx() * Config::num_sms + blockIdx.x;
     Waiter waiter(args);
@@ -87,7 +88,7 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
             ptx::st_relaxed_sys(buffers.of(rank).l1_arrival_count(column), round);
         }
         __syncwarp();
-        const RankBarrier<Config> barrier(buffers, round - 1);
+        const RankBarrier<Config> barrier(buffers, ranks, round - 1);
         const bool is_last = grid_gather<Config::num_sms>(counter, waiter);
         if (is_last) barrier.arrive();
         barrier.wait(WaitSite::rank_barrier_before_combine, is_last, waiter);

@@ -25,7 +25,8 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
     const RankBuffers<Config> buffers(args);
     Waiter waiter(args);
     DispatchBarriers<Config> barriers(buffers, threadIdx.x, waiter);
-    count_tokens<Config>(buffers, args.num_tokens, blockIdx.x, threadIdx.x,
+    const CallRanks<Config>::Mask mask(args.masked_ranks);
+    count_tokens<Config>(buffers, mask, args.num_tokens, blockIdx.x, threadIdx.x,
                          ptx::shared_address(counts), barriers, waiter);
 }
 """

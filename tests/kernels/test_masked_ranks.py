@@ -59,7 +59,12 @@ class MaskedCase(LayerCase):
             given.append(replace(own, topk_idx=ids.where((ids < 0) | ~is_dead[ids], -1)))
         return given
 
-    def check(self, tokens: Sequence[Tokens]) -> list[torch.Tensor]:
+    def check(
+        self,
+        tokens: Sequence[Tokens],
+        onto: Sequence[torch.Tensor] | None = None,
+        **options: Any,
+    ) -> list[torch.Tensor]:
         """Every bit of the active ranks' y, and no word of a masked rank's buffer is another."""
         buffers = self.ranks.buffers
         before = {}
@@ -70,11 +75,14 @@ class MaskedCase(LayerCase):
             buffer.topk_idx[: own.num_tokens].copy_(own.topk_idx)
             buffer.topk_weights[: own.num_tokens].copy_(own.topk_weights)
             before[rank] = buffer.memory.tensor.clone()
-        ys = self.run(tokens)
-        for rank, expected in enumerate(self.expected(self.without_masked(tokens))):
+        ys = self.run(tokens, onto=onto, **options)
+        for rank, expected in enumerate(self.expected(self.without_masked(tokens), onto=onto)):
             if rank in before:
                 assert torch.equal(buffers[rank].memory.tensor, before[rank])
-                assert ys[rank].isnan().all()
+                if onto is None:
+                    assert ys[rank].isnan().all()
+                else:
+                    assert torch.equal(ys[rank], onto[rank])
             else:
                 assert torch.equal(ys[rank], expected), rank
         self.check_control_words()
@@ -106,6 +114,59 @@ def test_a_rank_that_never_came(arch: str, num_shared: int) -> None:
         own.topk_idx[::4, 1] = 0
     ys = case.check(tokens)
     assert ys[1][::4].any() == (num_shared != 0)
+
+
+# Shape, tokens of each rank, and overrides.
+RING = replace(SHAPE, num_max_tokens_per_rank=400, num_pool_tokens=384)
+WAYS: dict[str, tuple[MoEShape, tuple[int, ...], dict[str, int]]] = {
+    "clusters": (SHAPE, COUNTS, {"cluster_size": 2}),
+    "ring": (RING, (300, 5, 240), {"block_m": 64}),
+    "clusters and ring": (RING, (300, 5, 240), {"block_m": 64, "cluster_size": 2}),
+}
+
+
+@parametrize(
+    ("arch", "way"),
+    [
+        ("sm_90a", "clusters"),
+        ("sm_90a", "ring"),
+        ("sm_90a", "clusters and ring"),
+        ("sm_100a", "ring"),
+    ],
+    everyday=[("sm_90a", "clusters"), ("sm_90a", "ring")],
+)
+def test_other_ways_through_the_kernel(arch: str, way: str) -> None:
+    """Clusters of two CTAs, and a pool whose rows are used again, with no rank masked and with
+    one. Most slots name one expert of that rank: of many tokens, its list takes further pages,
+    which are not asked for when it is masked."""
+    shape, counts, overrides = WAYS[way]
+    case = MaskedCase(shape, arch)
+    tokens = case.tokens(4, counts)
+    for masked in ((), (1,)):
+        case.mask(*masked)
+        for own in tokens:
+            own.topk_idx[4:] = 2  # rank 1's
+        per_rank = shape.num_experts_per_rank
+        stats = [torch.zeros(per_rank, dtype=torch.int32) for _ in tokens]
+        case.check(tokens, overrides=overrides, stats=stats)
+        sent = [own for rank, own in enumerate(case.without_masked(tokens)) if rank not in masked]
+        slots = torch.cat([own.topk_idx.flatten() for own in sent])
+        received = torch.bincount(slots[slots >= 0], minlength=shape.num_experts)
+        assert torch.cat(stats).tolist() == received.tolist()
+
+
+@parametrize("arch", ["sm_90a", "sm_100a"], everyday=["sm_90a"])
+def test_results_are_added_to_what_y_holds(arch: str) -> None:
+    """A token that has only experts of masked ranks keeps its row."""
+    case = MaskedCase(SHAPE, arch)
+    case.mask(0)
+    tokens = case.tokens(5)
+    onto = [torch.full((n, SHAPE.hidden), 3.25, dtype=torch.bfloat16) for n in COUNTS]
+    for own in tokens:
+        own.topk_idx[::4] = torch.tensor([0, 1])
+    ys = case.check(tokens, onto)
+    assert torch.equal(ys[2][::4], onto[2][::4])
+    assert not torch.equal(ys[2], onto[2])
 
 
 def test_survivors_name_the_dead_and_go_on_after_a_reset() -> None:

@@ -1547,8 +1547,8 @@ SM90_MUTATIONS = (
         "last_token_not_checked",
         replaced(
             "slot_visited",
-            "is_routed<Config>(expert_idx, ranks)",
-            "is_routed<Config>(expert_idx, ranks) || slot + Config::num_topk >= num_slots",
+            "is_routed<Config>(expert_idx)",
+            "is_routed<Config>(expert_idx) || slot + Config::num_topk >= num_slots",
         ),
         "misuse",
         test="test_dispatch_and_combine::test_slots_out_of_range_in_the_last_token_alone",
@@ -1589,19 +1589,31 @@ SM90_MUTATIONS = (
             ("masked_rank_gets_sums", removed("sum_published"), "misuse"),
             (
                 "masked_rank_gets_arrivals",
-                replaced("arrives_for_masked", "ranks.contains(rank)", "true"),
+                replaced("arrives_for_masked", "ranks_.contains(rank)", "true"),
                 "misuse",
             ),
-            (
-                "masked_experts_are_routed_to",
-                replaced(
-                    "routed_to_active",
-                    "&& ranks.contains(static_cast<uint32_t>(expert_idx) / Config::num_experts_per_rank)",
-                    "",
-                ),
-                "misuse",
-            ),
+            ("masked_rank_is_listed_to", removed("active_is_listed_to"), "misuse"),
         )
+    ),
+    M(
+        "masked_experts_take_pages",
+        removed("masked_count_dropped"),
+        "misuse",
+        arch="sm_90a",
+        test="test_masked_ranks::test_other_ways_through_the_kernel",
+        arguments={"arch": "sm_90a", "way": "ring"},
+    ),
+    M(
+        "rows_of_masked_are_added",
+        replaced(
+            "routed_to_active",
+            "&& owned_by_active<Config>(static_cast<uint32_t>(expert_idx), ranks)",
+            "",
+        ),
+        "result",
+        arch="sm_90a",
+        test="test_masked_ranks::test_other_ways_through_the_kernel",
+        arguments={"arch": "sm_90a", "way": "clusters"},
     ),
 )
 MUTATIONS = SM100_MUTATIONS + SM90_MUTATIONS

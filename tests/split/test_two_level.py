@@ -399,6 +399,8 @@ def test_what_is_refused(run_ranks) -> None:
             moe.call(wants_gradient, nobody, weights, experts)
         with pytest.raises(TypeError, match="out must be torch"):
             moe.call(x, nobody, weights, experts, out=torch.zeros(2, 256))
+        with pytest.raises(TypeError, match="unexpected keyword argument 'masked_ranks'"):
+            moe.call(x, nobody, weights, experts, masked_ranks=torch.zeros(4, dtype=torch.int32))
         with pytest.raises(TypeError, match="unexpected keyword argument 'chunks'"):
             moe.call(x, nobody, weights, experts, chunks=1)
         with pytest.raises(ValueError, match=r"accumulate must be False: .* got True"):

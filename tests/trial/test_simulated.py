@@ -137,3 +137,15 @@ def test_only_equal_ranks_can_be_mirrored():
         simulate_call(
             small_shape(), (5, 5), chip, num_sms=4, mirrored=True, checked=True, products=True
         )
+
+
+def test_a_call_that_masks_a_rank_cannot_be_mirrored():
+    """Its peers would mask other ranks. A mask of zeros is like none."""
+    chip, shape = chips.load("h100"), MoEShape(3, 6, 2, 128, 128, 8)
+    options = {"num_sms": 2, "mirrored": True}
+    masks = [torch.zeros(3, dtype=torch.int32)] * 3
+    (launch,) = simulate_call(shape, (4,) * 3, chip, masked_ranks=masks, **options).launches
+    assert launch.link_bytes > 0
+    masks[0][1] = 1
+    with pytest.raises(ValueError, match=r"masked_ranks\[0\] must leave out no rank.*\[0, 1, 0\]"):
+        simulate_call(shape, (4,) * 3, chip, masked_ranks=masks, **options)

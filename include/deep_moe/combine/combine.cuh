@@ -247,13 +247,13 @@ __device__ void combine(const KernelArgs& args, uint32_t shared_memory, uint32_t
     Tracer<Config> trace(args, TraceTrack::combine,
                          Config::num_threads - CombineChunks<Config>::num_warps * warp_size);
     trace.mark(TraceStep::await_combine);
+    const CallRanks<Config> ranks(args.masked_ranks);  // loaded while others are awaited
     if (!sync_combine_ready<Config>(waiter)) return;
     trace.mark(TraceStep::combine);
     // Neighbouring tokens go to different CTAs, so that few tokens do not all pass through a few
     // SMs.
     Combine<Config>(args, shared_memory, warp_idx)
-        .run(warp_idx * Config::num_sms + blockIdx.x, args.num_tokens,
-             CallRanks<Config>(args.masked_ranks), waiter);
+        .run(warp_idx * Config::num_sms + blockIdx.x, args.num_tokens, ranks, waiter);
     trace.mark(TraceStep::end);
 }
 

@@ -21,16 +21,6 @@
 
 namespace deep_moe {
 
-// A whole converged warp: gives up if the rank itself is masked. The others do not expect it.
-template <class Config>
-__device__ void refuse_masked_itself(const RankBuffers<Config>& buffers, Waiter& waiter) {
-    const bool is_active = buffers.active_ranks().contains(buffers.rank_idx());
-    if (!is_active && ptx::lane_idx() == 0) {
-        waiter.fail(WaitCode::masked_itself, WaitSite::none, 0, 0);
-    }
-    waiter.warp_agrees(is_active);
-}
-
 // All threads of warps 0 .. num_dispatch_warps - 1. `shared_memory`: start of Config::Smem.
 //
 // Where CTAs and ranks meet, in order. To a gather every CTA of the rank comes, and the last one
@@ -67,16 +57,14 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
 
     // Send.
     trace.mark(TraceStep::count_tokens);
-    if constexpr (Config::masks_ranks) refuse_masked_itself(buffers, waiter);
-    if (!waiter.aborted()) {
-        count_tokens<Config>(buffers, args.num_tokens, cta_idx, thread_idx,
-                             shared_memory + Config::Smem::expert_count_offset, barriers, waiter);
-    }
+    const typename CallRanks<Config>::Mask mask(args.masked_ranks);
+    count_tokens<Config>(buffers, mask, args.num_tokens, cta_idx, thread_idx,
+                         shared_memory + Config::Smem::expert_count_offset, barriers, waiter);
     trace.mark(TraceStep::gather_before_publish);
     barriers.cta();                   //~ lists_written
     if (barriers.come_to_gather()) {  //~ gather_to_publish
         trace.mark(TraceStep::publish_counts);
-        publish_counts<Config>(buffers, thread_idx);
+        publish_counts<Config>(buffers, CallRanks<Config>(mask), thread_idx);
     }
 
     // Pull, as soon as all ranks have published; what needs no other rank, before that.
@@ -107,22 +95,25 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     // Open combine, when all blocks of all ranks are done.
     trace.mark(TraceStep::await_compute);
     const uint32_t round = RankBarrier<Config>::next_round(buffers.local());
+    // Loaded anew, while the blocks are awaited: kept over the loop that pulls, it takes registers.
+    const CallRanks<Config> ranks = buffers.active_ranks();
     sync_compute_done<Config>(waiter);
     trace.mark(TraceStep::gather_before_combine);
     const bool is_last = barriers.come_to_gather();  //~ gather_to_combine
     if (is_last) {
-        barriers.arrive_for_rank(round);
+        barriers.arrive_for_rank(ranks, round);
         trace.mark(TraceStep::clean_up);
         clean_up<Config>(args, buffers.local(), counts, thread_idx);
     }
     trace.mark(TraceStep::rank_barrier_before_combine);
-    barriers.await_ranks(WaitSite::rank_barrier_before_combine, round, is_last);  //~ ranks_computed
+    //~ ranks_computed
+    barriers.await_ranks(WaitSite::rank_barrier_before_combine, ranks, round, is_last);
     // Close: when the last rank has cleaned up, any of them may start the next call.
     if (sync_combine_ready<Config>(waiter) && is_last) {
         trace.mark(TraceStep::rank_barrier_after_cleanup);
-        barriers.arrive_for_rank(round + 1);
+        barriers.arrive_for_rank(ranks, round + 1);
         //~ ranks_clean
-        barriers.await_ranks(WaitSite::rank_barrier_after_cleanup, round + 1, is_last);
+        barriers.await_ranks(WaitSite::rank_barrier_after_cleanup, ranks, round + 1, is_last);
     }
     if (waiter.aborted() && thread_idx == 0) stop_later_calls<Config>(buffers.local());
     trace.mark(TraceStep::end);

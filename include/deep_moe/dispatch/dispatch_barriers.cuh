@@ -8,6 +8,7 @@
 
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/ptx/named_barrier.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/grid_gather.cuh"
 #include "deep_moe/sync/rank_barrier.cuh"
 #include "deep_moe/sync/wait.cuh"
@@ -43,11 +44,13 @@ class DispatchBarriers {
 
     // Over all ranks, for which the CTA that came last to the gather arrives. The first warp
     // waits; the others hear of the outcome at the next barrier that votes.
-    __device__ void arrive_for_rank(uint32_t round) const {
-        if (is_first_warp_) RankBarrier<Config>(buffers_, round).arrive();
+    __device__ void arrive_for_rank(const CallRanks<Config>& ranks, uint32_t round) const {
+        if (is_first_warp_) RankBarrier<Config>(buffers_, ranks, round).arrive();
     }
-    __device__ void await_ranks(WaitSite site, uint32_t round, bool has_arrived) {
-        if (is_first_warp_) RankBarrier<Config>(buffers_, round).wait(site, has_arrived, waiter_);
+    __device__ void await_ranks(WaitSite site, const CallRanks<Config>& ranks, uint32_t round,
+                                bool has_arrived) {
+        if (!is_first_warp_) return;
+        RankBarrier<Config>(buffers_, ranks, round).wait(site, has_arrived, waiter_);
     }
 
  private:

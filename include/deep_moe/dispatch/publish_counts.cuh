@@ -5,6 +5,7 @@
 
 #include "deep_moe/dispatch/expert_batches.cuh"
 #include "deep_moe/dispatch/list_pages.cuh"
+#include "deep_moe/dispatch/routing.cuh"
 #include "deep_moe/layout/rank_buffers.cuh"
 #include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/fence.cuh"
@@ -25,9 +26,9 @@ namespace deep_moe {
 // One fence serves many additions, each of which would wait for a remote write if it were a release
 // itself.
 template <class Config>
-__device__ void publish_counts(const RankBuffers<Config>& buffers, uint32_t thread_idx) {
+__device__ void publish_counts(const RankBuffers<Config>& buffers, const CallRanks<Config>& ranks,
+                               uint32_t thread_idx) {
     const SymmBuffer<Config> local = buffers.local();
-    const CallRanks<Config> ranks = buffers.active_ranks();
     for_each_expert_batch<Config>(thread_idx, [&](const ExpertBatch<Config>& batch) {
         uint64_t send_counts[ExpertBatch<Config>::size];
         batch.for_each([&](uint32_t expert_idx, uint32_t i) {
@@ -35,8 +36,7 @@ __device__ void publish_counts(const RankBuffers<Config>& buffers, uint32_t thre
         });
         batch.for_each([&](uint32_t expert_idx, uint32_t i) {
             if constexpr (Config::masks_ranks) {
-                //~ active_gets_count
-                if (!ranks.contains(expert_idx / Config::num_experts_per_rank)) return;
+                if (!owned_by_active<Config>(expert_idx, ranks)) return;  //~ active_gets_count
             }
             const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
             ptx::st_relaxed_sys(owner.expert_recv_count(buffers.rank_idx(),
@@ -46,8 +46,7 @@ __device__ void publish_counts(const RankBuffers<Config>& buffers, uint32_t thre
         ptx::fence_release_sys();  //~ publish_fence
         batch.for_each([&](uint32_t expert_idx, uint32_t i) {
             if constexpr (Config::masks_ranks) {
-                //~ sum_published
-                if (!ranks.contains(expert_idx / Config::num_experts_per_rank)) return;
+                if (!owned_by_active<Config>(expert_idx, ranks)) return;  //~ sum_published
             }
             const SymmBuffer<Config> owner = buffers.of(expert_idx / Config::num_experts_per_rank);
             ptx::red_add_relaxed_sys(

@@ -14,12 +14,17 @@ __device__ __forceinline__ bool is_routed(int64_t expert_idx) {
     return expert_idx >= 0 && expert_idx < static_cast<int64_t>(Config::num_experts);  //~ routed
 }
 
+template <class Config>
+__device__ __forceinline__ bool owned_by_active(uint32_t expert_idx,
+                                                const CallRanks<Config>& ranks) {
+    return ranks.contains(expert_idx / Config::num_experts_per_rank);
+}
+
 // The same in a fused call: experts of a masked rank are none.
 template <class Config>
 __device__ __forceinline__ bool is_routed(int64_t expert_idx, const CallRanks<Config>& ranks) {
     return is_routed<Config>(expert_idx) &&
-           ranks.contains(static_cast<uint32_t>(expert_idx) /
-                          Config::num_experts_per_rank);  //~ routed_to_active
+           owned_by_active<Config>(static_cast<uint32_t>(expert_idx), ranks);  //~ routed_to_active
 }
 
 // An element of what a router gives, i64 or i32.

@@ -15,7 +15,7 @@ template <class Config>
 struct RankBuffers : RankViews<Config, SymmBuffer<Config>, KernelArgs> {
     using RankViews<Config, SymmBuffer<Config>, KernelArgs>::RankViews;
 
-    // The ranks that take part in the call. A whole converged warp.
+    // The ranks that take part in the call. A whole converged warp, which waits for a load here.
     __device__ CallRanks<Config> active_ranks() const {
         return CallRanks<Config>(this->args().masked_ranks);
     }

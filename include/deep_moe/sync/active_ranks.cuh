@@ -12,13 +12,34 @@ namespace deep_moe {
 
 template <class Config>
 class ActiveRanks {
+    static constexpr uint32_t num_words = ceil_div(Config::num_ranks, warp_size);
+
  public:
-    // A whole converged warp. `masked_ranks`: u32[num_ranks], not zero for masked ranks.
-    __device__ explicit ActiveRanks(const uint32_t* masked_ranks)
-        : low_(unmasked(masked_ranks, 0) | uint64_t{unmasked(masked_ranks, warp_size)} << 32),
-          high_(unmasked(masked_ranks, 2 * warp_size)) {
-        static_assert(Config::num_ranks <= 3 * warp_size);
+    // What a lane has loaded of the mask. Nobody waits for it before `ActiveRanks` is made of it:
+    // the load is under way together with others that stand between.
+    class Mask {
+     public:
+        // masked_ranks: u32[num_ranks], not zero for masked ranks.
+        __device__ explicit Mask(const uint32_t* masked_ranks) {
+#pragma unroll
+            for (uint32_t i = 0; i < num_words; ++i) {
+                const uint32_t rank_idx = i * warp_size + ptx::lane_idx();
+                words_[i] = rank_idx < Config::num_ranks ? masked_ranks[rank_idx] : 1;
+            }
+        }
+
+     private:
+        friend class ActiveRanks;
+        uint32_t words_[num_words];
+    };
+
+    // A whole converged warp.
+    __device__ explicit ActiveRanks(const Mask& mask)
+        : low_(unmasked<0>(mask) | uint64_t{unmasked<1>(mask)} << 32), high_(unmasked<2>(mask)) {
+        static_assert(num_words <= 3);
     }
+    __device__ explicit ActiveRanks(const uint32_t* masked_ranks)
+        : ActiveRanks(Mask(masked_ranks)) {}
 
     // rank_idx < num_ranks.
     __device__ bool contains(uint32_t rank_idx) const {
@@ -29,11 +50,13 @@ class ActiveRanks {
     __device__ uint32_t count() const { return __popcll(low_) + __popcll(high_); }
 
  private:
-    static __device__ uint32_t unmasked(const uint32_t* masked_ranks, uint32_t first) {
-        if (first >= Config::num_ranks) return 0;
-        const uint32_t rank_idx = first + ptx::lane_idx();
-        const bool is_active = rank_idx < Config::num_ranks && masked_ranks[rank_idx] == 0;
-        return __ballot_sync(full_warp, is_active);
+    template <uint32_t word_idx>
+    static __device__ uint32_t unmasked(const Mask& mask) {
+        if constexpr (word_idx >= num_words) {
+            return 0;
+        } else {
+            return __ballot_sync(full_warp, mask.words_[word_idx] == 0);
+        }
     }
 
     uint64_t low_;   // ranks 0..63
@@ -45,6 +68,10 @@ class ActiveRanks {
 // `if constexpr (Config::masks_ranks)` stands in front.
 template <class Config>
 struct AllRanks {
+    struct Mask {
+        __device__ explicit Mask(const uint32_t*) {}
+    };
+    __device__ explicit AllRanks(const Mask&) {}
     __device__ explicit AllRanks(const uint32_t* = nullptr) {}
     __device__ constexpr bool contains(uint32_t) const { return true; }
     __device__ constexpr uint32_t count() const { return Config::num_ranks; }

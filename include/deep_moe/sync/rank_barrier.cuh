@@ -32,8 +32,10 @@ class RankBarrier {
         return ptx::ld_relaxed_sys(local.rank_barrier_counter());
     }
 
-    __device__ RankBarrier(const RankBuffers<Config>& buffers, uint32_t round)
-        : buffers_(buffers), round_(round) {}
+    // ranks: those that take part in the call.
+    __device__ RankBarrier(const RankBuffers<Config>& buffers, const CallRanks<Config>& ranks,
+                           uint32_t round)
+        : buffers_(buffers), ranks_(ranks), round_(round) {}
 
     // One warp of the rank, all lanes, in the CTA that came last to a gather.
     //
@@ -50,10 +52,9 @@ class RankBarrier {
             ptx::st_relaxed_sys(buffers_.local().rank_barrier_counter(), round_ + 1);
         }
         __syncwarp();
-        const CallRanks<Config> ranks = buffers_.active_ranks();
         for (uint32_t rank = ptx::lane_idx(); rank < Config::num_ranks; rank += warp_size) {
             //~ arrives_for_masked
-            const uint32_t to = ranks.contains(rank) ? rank : buffers_.rank_idx();
+            const uint32_t to = ranks_.contains(rank) ? rank : buffers_.rank_idx();
             ptx::red_add_release_sys(buffers_.of(to).rank_barrier_signals(signal_idx()),
                                      counts_up() ? 1 : -1);  //~ rank_arrives
         }
@@ -63,7 +64,6 @@ class RankBarrier {
     // for its rank. The others may be waiting for their own rank as well.
     __device__ bool wait(WaitSite site, bool has_arrived, Waiter& waiter) const {
         const SymmBuffer<Config> local = buffers_.local();
-        const CallRanks<Config> ranks = buffers_.active_ranks();
         const auto num_arrivals = [&] {
             const auto signal = static_cast<uint32_t>(
                 ptx::ld_acquire_sys(local.rank_barrier_signals(signal_idx())));  //~ rank_polls
@@ -74,7 +74,7 @@ class RankBarrier {
 #pragma unroll 1  // once per call at most; unrolled, it costs registers
             for (uint32_t rank = 0; rank < Config::num_ranks; ++rank) {
                 if constexpr (Config::masks_ranks) {
-                    if (!ranks.contains(rank)) continue;
+                    if (!ranks_.contains(rank)) continue;
                 }
                 const uint32_t next = ptx::ld_relaxed_sys(buffers_.of(rank).rank_barrier_counter());
                 // One that takes part again without a reset is further behind.
@@ -91,6 +91,7 @@ class RankBarrier {
     __device__ bool counts_up() const { return (round_ & 2) == 0; }
 
     const RankBuffers<Config>& buffers_;
+    const CallRanks<Config>& ranks_;
     uint32_t round_;
 };
 

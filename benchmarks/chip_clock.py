@@ -263,7 +263,19 @@ def chain_probes() -> Iterator[Probe]:
             "cycles",
             chain('asm volatile("bar.sync 0;" ::: "memory");', "", threads, 1),
         )
-    for fence in ("fence.acq_rel.gpu", "fence.acq_rel.sys", "fence.proxy.async", "membar.cta"):
+    for name, text in (
+        ("red.release.gpu", "red.release.gpu.global.add.u32 [%0], 1;"),
+        ("st.release.sys", "st.release.sys.global.u32 [%0], 1;"),
+    ):
+        body = f'asm volatile("{text}" :: "l"(out + 1) : "memory");'
+        yield Probe(f"{name}, the one before outstanding", "cycles", chain(body, "", 32, 1))
+    for fence in (
+        "fence.acq_rel.gpu",
+        "fence.acq_rel.sys",
+        "fence.proxy.async",
+        "fence.proxy.async.global",
+        "membar.cta",
+    ):
         yield Probe(
             f"{fence}, nothing outstanding",
             "cycles",

@@ -25,6 +25,8 @@ PREDICTIONS = {
 }
 # The same clock with costs of a table and with those of the kernels' machine code.
 BY_COSTS = "predictions-h100-2026-11-27-machine-code.json"
+# Tiles in turn, each measured in several rounds beside the others.
+TILES = "tiles-h100-2026-11-28.json"
 # What the change between the first two was found with.
 LOOKED_AT = {("flash", 1, 128, "mxfp4")}
 
@@ -133,6 +135,23 @@ def phases(point: Point = ("flash", 1, 128, "mxfp4")) -> str:
     return "\n".join(lines)
 
 
+def tiles() -> str:
+    """Of one call with each of several numbers of rows."""
+    lines = [
+        "| tokens | rows | measured us | to the first | predicted us | to the first | error |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    first: dict[int, dict[str, Any]] = {}
+    for one in json.loads((CHIPS / TILES).read_text())["results"]:
+        begin = first.setdefault(one["tokens"], one)
+        cells = [str(one["tokens"]), str(one["block_m"])]
+        for kind in ("us", "predicted_us"):
+            cells += [f"{one[kind]:.1f}", f"{100 * (one[kind] / begin[kind] - 1):+.1f} %"]
+        cells.append(f"{100 * (one['predicted_us'] / one['us'] - 1):+.1f} %")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 EPILOGUES = ("Linear1 epilogue", "Linear2 epilogue")
 
 
@@ -171,7 +190,7 @@ def by_costs() -> tuple[str, str, str]:
 
 
 def main() -> None:
-    print(summary(), table(), phases(), *by_costs(), sep="\n\n")
+    print(summary(), table(), tiles(), phases(), *by_costs(), sep="\n\n")
 
 
 if __name__ == "__main__":

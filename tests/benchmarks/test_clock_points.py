@@ -11,6 +11,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "clock.md"
 
 def test_the_page_has_the_tables_of_the_records():
     page = PAGE.read_text()
-    parts = [clock_points.summary(), clock_points.table(), clock_points.phases()]
-    for part in [*parts, *clock_points.by_costs()]:
+    for part in [
+        clock_points.summary(),
+        clock_points.table(),
+        clock_points.tiles(),
+        clock_points.phases(),
+        *clock_points.by_costs(),
+    ]:
         assert part in page, "run python -m benchmarks.clock_points"

@@ -79,7 +79,7 @@ def test_a_first_exchange_in_inference_mode(run_ranks) -> None:
 
 
 def test_ranks_give_up_before_kernels_do(run_ranks, monkeypatch) -> None:
-    """Whose own time would be 100 s, and which end by a trap that names nobody."""
+    """NCCL EP's kernels end by a trap, which names nobody."""
 
     def work(rank: int) -> None:
         nccl_ep_stand_in.install()

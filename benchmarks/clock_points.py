@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .tables import markdown_table
+
 FOLDER = Path(__file__).parent
 CHIPS = FOLDER / "chips"
 MEASURED_ON_ONE = CHIPS / "layer-h100-2026-11-26.json"
@@ -137,19 +139,24 @@ def phases(point: Point = ("flash", 1, 128, "mxfp4")) -> str:
 
 def tiles() -> str:
     """Of one call with each of several numbers of rows."""
-    lines = [
-        "| tokens | rows | measured us | to the first | predicted us | to the first | error |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
+    columns = [
+        "tokens",
+        "rows",
+        "measured us",
+        "to the first",
+        "predicted us",
+        "to the first",
+        "error",
     ]
+    rows = []
     first: dict[int, dict[str, Any]] = {}
     for one in json.loads((CHIPS / TILES).read_text())["results"]:
         begin = first.setdefault(one["tokens"], one)
         cells = [str(one["tokens"]), str(one["block_m"])]
         for kind in ("us", "predicted_us"):
             cells += [f"{one[kind]:.1f}", f"{100 * (one[kind] / begin[kind] - 1):+.1f} %"]
-        cells.append(f"{100 * (one['predicted_us'] / one['us'] - 1):+.1f} %")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([*cells, f"{100 * (one['predicted_us'] / one['us'] - 1):+.1f} %"])
+    return markdown_table(columns, rows).rstrip()
 
 
 EPILOGUES = ("Linear1 epilogue", "Linear2 epilogue")

@@ -49,7 +49,7 @@ from deep_moe.targets import target_of_device
 from deep_moe.trial.real_size import ROUTINGS, expert_layer, rank_tokens
 from deep_moe.trial.synthetic import Layer, Tokens, quantize_tokens
 from deep_moe.trial.timing import TimedLayer, machine
-from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format, weight_format
+from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, weight_format
 from deep_moe.weights.layers import one_expert
 
 from .all_to_all import over_ranks, run_timed
@@ -225,7 +225,7 @@ def model_results(
         activation="swiglu",
         **{option: getattr(arguments, option) for option in SIZES},
     )
-    shape = options.shape(num_ranks, max(arguments.tokens))
+    shape = options.shape(num_ranks, max(arguments.tokens), arch=target_of_device(device).name)
     layer = rank_weights(shape, rank, arguments.seed, device)
     paths: dict[str, ExpertPath] = {}
     paths |= own_paths(shape, layer, arguments, device, stack)
@@ -389,7 +389,7 @@ def own_paths(
 ) -> dict[str, OwnPath]:
     """The fused layer with each kind of tokens; `OURS` is the one with the usual kind."""
     paths = {}
-    usual = default_token_format(shape.weights)
+    usual = shape.token_format
     others = ["bf16"] if shape.weights == "mxfp4" else []
     for tokens in (usual, *others):
         name = OURS if tokens == usual else f"{OURS}_{tokens}"

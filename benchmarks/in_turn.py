@@ -47,6 +47,7 @@ from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.fused.call_plan import CallCaches
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.jit import headers
+from deep_moe.targets import target_of_device
 from deep_moe.tokens import TOKEN_FORMATS, token_format
 from deep_moe.trial.comparison import compare
 from deep_moe.trial.real_size import ROUTINGS, rank_tokens
@@ -172,7 +173,9 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         **{option: getattr(arguments, option) for option in SIZES},
     )
     most = max(arguments.tokens)
-    shape = options.shape(dist.get_world_size(), most, is_fused=False)
+    shape = options.shape(
+        dist.get_world_size(), most, arch=target_of_device(device).name, is_fused=False
+    )
     kernels = [Kernel(text) for text in arguments.kernel]
     shapes = {kernel.name: kernel.shape(shape) for kernel in kernels}
     layers: dict[MoEShape, TimedLayer] = {}

@@ -43,6 +43,7 @@ from deep_moe.cli.layer_options import LayerOptions
 from deep_moe.cli.options import parse_overrides
 from deep_moe.heuristics import PRESETS, MoEShape
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
+from deep_moe.targets import target_of_device
 from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.traces.page import write_page
 from deep_moe.trial import trace
@@ -232,7 +233,7 @@ def model_results(
         activation="swiglu",
         **{option: getattr(arguments, option) for option in SIZES},
     )
-    shape = options.shape(num_ranks, max(map(max, shares)))
+    shape = options.shape(num_ranks, max(map(max, shares)), arch=target_of_device(device).name)
     layer = rank_weights(shape, rank, arguments.seed, device)
     weight_bytes = bytes_per_weight(layer)
     fused = TimedLayer(shape, layer, device)

@@ -35,6 +35,7 @@ from deep_moe import DomainGroups, TwoLevelMoE, make_domain_groups, prepare_inpu
 from deep_moe.activations import Swiglu
 from deep_moe.cli.layer_options import LayerOptions
 from deep_moe.heuristics import PRESETS, MoEShape
+from deep_moe.targets import target_of_device
 from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.trial.calls import model_inputs
 from deep_moe.trial.comparison import cosine_distance
@@ -159,7 +160,7 @@ def run_rank(device: torch.device, arguments: argparse.Namespace) -> None:
         **{option: getattr(arguments, option) for option in SIZES},
     )
     most = max(arguments.tokens)
-    shape = options.shape(num_ranks, most, is_fused=False)
+    shape = options.shape(num_ranks, most, arch=target_of_device(device).name, is_fused=False)
     activation = Swiglu(arguments.clamp)
     fused = TimedLayer(shape, rank_weights(shape, rank, arguments.seed, device), device)
     groups = make_domain_groups(arguments.domains, num_transport_sms=arguments.transport_sms)

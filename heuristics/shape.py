@@ -72,9 +72,9 @@ class MoEShape:
     weights: format of the weights. biases: whether both linear layers have biases.
     num_shared_experts: experts, of the routed ones' widths, that every rank has and that each token
         goes to beside its slots, 0 to 4; with `num_topk` at most 32. `num_experts` is without them.
-    token_format: of the caller's tokens, "mxfp8", "fp8_128" or "fp8_token", with hidden a multiple
-        of 128, or "bf16"; which of them go with the weights, depends on the target. By default what
-        the weights' format says, "mxfp8" or, with bf16, "bf16".
+    token_format: of the caller's tokens, "mxfp8", "nvfp4", "fp8_128" or "fp8_token", the last two
+        with hidden a multiple of 128, or "bf16"; which of them go with the weights, depends on the
+        target. A shape knows none, so there is a default only where all targets have the same.
     has_gate: whether Linear1 has rows of gate above those of up, or up alone: as the activation of
         the call says (`choose_config`). Buffers are the same for both. Without, there are no
         biases.
@@ -99,8 +99,8 @@ class MoEShape:
     has_gate: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
-        token_format = default_token_format(self.weights, self.token_format)
-        object.__setattr__(self, "token_format", token_format)
+        if self.token_format is None:
+            object.__setattr__(self, "token_format", default_token_format(self.weights))
         check_weights_name(self.weights)
         if not self.tokens.is_of_products:
             raise ValueError(

@@ -236,8 +236,8 @@ class TwoLevelShape(ExchangeSizes):
     token_format: TokenFormatName = field(default=None, kw_only=True)  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
-        token_format = default_token_format(self.weights, self.token_format)
-        object.__setattr__(self, "token_format", token_format)
+        if self.token_format is None:
+            object.__setattr__(self, "token_format", default_token_format(self.weights))
         if self.tokens.has_float_scales:
             raise ValueError(
                 "token_format must have scales of powers of two, or none, between domains; "

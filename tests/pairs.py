@@ -6,7 +6,7 @@ from typing import TypedDict, cast
 
 from deep_moe.targets import TARGETS
 from deep_moe.tokens import TokenFormatName
-from deep_moe.weights import WeightsName, default_token_format
+from deep_moe.weights import WeightsName
 
 BESIDE = " x "
 
@@ -17,13 +17,14 @@ class Formats(TypedDict):
 
 
 def formats(pair: str) -> Formats:
-    """The arguments that a pair stands for.
+    """The arguments that a pair stands for; one word stands for SM90's default on all targets.
 
     >>> formats("mxfp4 x bf16"), formats("fp8")
     ({'weights': 'mxfp4', 'token_format': 'bf16'}, {'weights': 'fp8', 'token_format': 'mxfp8'})
     """
     weights, _, tokens = pair.partition(BESIDE)
-    token_format = default_token_format(weights, tokens or None)
+    usual = TARGETS["sm_90a"].default_tokens(weights)
+    token_format = cast("TokenFormatName", tokens) if tokens else usual
     return {"weights": cast("WeightsName", weights), "token_format": token_format}
 
 
@@ -32,7 +33,7 @@ def usual_pairs(arch: str) -> list[str]:
     tokens are what usually goes with it."""
     names = []
     for own in TARGETS[arch].weights:
-        is_usual = own.token_format == default_token_format(own.weights)
+        is_usual = own.token_format == formats(own.weights)["token_format"]
         is_first = own.token_format == TARGETS[arch].token_formats(own.weights)[0]
         if is_usual or is_first or own.token_format in ("bf16", "fp8_token"):
             names.append(own.weights if is_usual else own.weights + BESIDE + own.token_format)

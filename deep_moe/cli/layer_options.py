@@ -15,12 +15,13 @@ from deep_moe.heuristics.presets import PRESETS, preset_activation, preset_has_b
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.tokens import TOKEN_FORMATS
 from deep_moe.tokens import token_format as token_format_of
-from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS, default_token_format
+from deep_moe.weights import DEFAULT_WEIGHTS, WEIGHTS
 
 from .options import check_weights
 
 if TYPE_CHECKING:
     from deep_moe.heuristics import MoEShape
+    from deep_moe.tokens import TokenFormatName
     from deep_moe.weights import WeightsName
 
 MODELS = ", ".join(PRESETS)
@@ -171,7 +172,7 @@ class LayerOptions:
         weights = self.weights or DEFAULT_WEIGHTS
         token_format = self.token_format
         if token_format is None and arch is not None:
-            token_format = target_of(arch).usual_token_format(weights)
+            token_format = target_of(arch).default_tokens(weights)
         return MoEShape(
             num_ranks=ranks,
             num_max_tokens_per_rank=max_tokens,
@@ -179,7 +180,7 @@ class LayerOptions:
             num_shared_experts=self.shared_experts,
             weights=cast("WeightsName", weights),
             biases=self.biases or (self.model in PRESETS and preset_has_biases(self.model)),
-            token_format=default_token_format(weights, token_format),
+            token_format=cast("TokenFormatName", token_format),
             has_gate=self.applied().has_gate,
             **given,
         )

@@ -195,7 +195,7 @@ def run(
         given = options.token_format or form.token_format
         options = replace(options, weights=form.weights, token_format=given)
     weights = cast("WeightsName", options.weights or DEFAULT_WEIGHTS)
-    token_format = options.token_format or TARGETS[arch].usual_token_format(weights)
+    token_format = options.token_format or TARGETS[arch].default_tokens(weights)
     on_target = TARGETS[arch].weights_of(weights, token_format)
     numerics = on_target.numerics
     counts = parse_tokens(tokens, ranks)

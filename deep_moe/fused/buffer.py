@@ -6,7 +6,7 @@ import itertools
 import logging
 import weakref
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,8 @@ from deep_moe.described import described_as
 from deep_moe.devices import named_device
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import symm_buffer_layout
-from deep_moe.targets import EMULATED, Target
-from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
+from deep_moe.targets import EMULATED, Target, target_of, target_of_device
+from deep_moe.weights import DEFAULT_WEIGHTS
 
 from .call_plan import CallCaches
 from .checks import Y_BYTES, refuse_gradients
@@ -202,8 +202,9 @@ def get_symm_buffer_for_mega_moe(
             default with mxfp4 and fp8 weights: E4M3 with a UE8M0 scale per 32 values, four in an
             int32. "bf16", the default with other weights, also with mxfp4 ones: no scales. Where
             hidden is a multiple of 128, with fp8 weights: "fp8_token", E4M3 with a float32 scale
-            per token, and on sm_90a "fp8_128", E4M3 with a float32 scale per 128 values. On SM100
-            mxfp8 weights take "mxfp8" only, which must be named, and nvfp4 weights also "nvfp4".
+            per token, and on sm_90a "fp8_128", E4M3 with a float32 scale per 128 values. On SM100,
+            for which a CPU stands, the default with mxfp8 weights is "mxfp8", the only one there,
+            and with nvfp4 weights "nvfp4".
         device: where the calls run. A CPU runs them in the emulator, with memory that the processes
             of the group share. By default the current GPU for a group with NCCL and, if there is a
             GPU, for None; otherwise the CPU.
@@ -234,12 +235,22 @@ def get_symm_buffer_for_mega_moe(
     device = device_for(group, device)
     if group is not None:
         require_equal({**arguments, "device": device.type}, group)
+    arguments["token_format"] = tokens_on(device, weights, token_format)
     shape = MoEShape(num_ranks=num_ranks, **arguments)
     gpu = gpu_of(device)
     if gpu is not None:
         gpu.target.weights_of(weights, shape.token_format)  # or an error
     layout = symm_buffer_layout(shape)
     return SymmBuffer(shape, memory_for(layout, group, device), group)
+
+
+def tokens_on(
+    device: torch.device, weights: WeightsName, token_format: TokenFormatName | None
+) -> TokenFormatName:
+    """The format of the tokens as the caller gave it, by default that of the device's target."""
+    if token_format is not None:
+        return token_format
+    return target_of_device(device).default_tokens(weights)
 
 
 def memory_for(
@@ -270,6 +281,7 @@ def buffer_size(
     num_pool_tokens: int | None = DEFAULT_POOL_TOKENS,
     biases: bool = False,
     token_format: TokenFormatName | None = None,
+    arch: str | None = None,
 ) -> int:
     """Bytes of the buffer that `get_symm_buffer_for_mega_moe` makes on each of `num_ranks` ranks
     from the same arguments. Nothing is allocated. `deep-moe config` shows what is in it.
@@ -278,6 +290,8 @@ def buffer_size(
 
     Args:
         num_ranks: ranks of the group.
+        arch: the ranks' target, which decides the default of `token_format` with mxfp8 and nvfp4
+            weights. With these, `arch` or `token_format` must be given.
 
     Examples:
         deepseek-v4-pro on 8 ranks with up to 8192 tokens each, in GiB, and with a row of the pool
@@ -293,6 +307,8 @@ def buffer_size(
         ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
             names it.
     """
+    if token_format is None and arch is not None:
+        token_format = target_of(arch).default_tokens(weights)
     shape = MoEShape(
         num_ranks=num_ranks,
         num_experts=num_experts,
@@ -304,7 +320,7 @@ def buffer_size(
         weights=weights,
         biases=biases,
         num_shared_experts=num_shared_experts,
-        token_format=default_token_format(weights, token_format),
+        token_format=cast("TokenFormatName", token_format),
     )
     return symm_buffer_layout(shape).num_bytes
 

@@ -14,9 +14,9 @@ from deep_moe.emulator.machine import EntriesBySource
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS, MoEShape
 from deep_moe.heuristics.symm_buffer_layout import entries_by_source, symm_buffer_layout
 from deep_moe.jit.launch import Mirror, RankLaunch, run_emulated
-from deep_moe.targets import target_of
+from deep_moe.targets import EMULATED, target_of
 from deep_moe.tensor_memory import check_dense, refuse_shared_memory
-from deep_moe.weights import DEFAULT_WEIGHTS, default_token_format
+from deep_moe.weights import DEFAULT_WEIGHTS
 from deep_moe.weights.layers import MegaMoEWeights
 
 from .buffer import SymmBuffer, get_symm_buffer_for_mega_moe
@@ -91,7 +91,7 @@ class EmulatedRanks(Closing):
             weights=weights,
             biases=biases,
             num_shared_experts=num_shared_experts,
-            token_format=default_token_format(weights, token_format),
+            token_format=token_format or EMULATED.default_tokens(weights),
         )
         memories = private_host_memories(num_ranks, symm_buffer_layout(self.shape).num_bytes)
         self.buffers = [SymmBuffer(self.shape, memory) for memory in memories]

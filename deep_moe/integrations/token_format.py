@@ -38,11 +38,11 @@ def served_token_format(
 
     Raises UnsupportedError if the target has no kernel for the pair, but another has.
     """
-    usual = target_for(arch, device).usual_token_format(weights)
+    usual = target_for(arch, device).default_tokens(weights)
     if chosen is None or chosen == usual:
-        return cast("TokenFormatName", usual)
+        return usual
     having = [name for name, own in TARGETS.items() if chosen in own.token_formats(weights)]
     if not having:
-        return cast("TokenFormatName", usual)
+        return usual
     check_target(f"{weights} experts beside {chosen} tokens", having, arch, device)
     return cast("TokenFormatName", chosen)

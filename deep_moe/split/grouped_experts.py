@@ -98,8 +98,9 @@ class GroupedExperts(Closing):
             UE8M0 scale per 32 values; "fp8_128_ue8m0", with one per 128; "fp8_128_pow2", with a
             float32 scale per 128 that is a power of two. With fp8 weights also "fp8_token", with a
             float32 scale per row, for weights with scales per row or matrix, and on sm_90a
-            "fp8_128", with a float32 scale per 128. "bf16" is the default with other weights, and
-            goes with mxfp4 ones, too. docs/split.md has a table.
+            "fp8_128", with a float32 scale per 128. "bf16" goes with mxfp4 weights, too, and is the
+            default with other ones but, on SM100, mxfp8 ("mxfp8") and nvfp4 ("nvfp4") weights.
+            docs/split.md has a table.
         activation: as of `mega_moe`.
         activation_clamp: as of `mega_moe`.
         fast_math: as of `mega_moe`.
@@ -509,10 +510,15 @@ def grouped_experts_workspace_size(
     weights: WeightsName = DEFAULT_WEIGHTS,
     token_format: TokenFormatName | None = None,
     num_pool_tokens: int | None = None,
+    arch: str | None = None,
 ) -> int:
     """Bytes of device memory that a `GroupedExperts` made from the same arguments has.
 
-    Arguments are as of `GroupedExperts`.
+    Other arguments are as of `GroupedExperts`.
+
+    Args:
+        arch: the target, which decides the default of `token_format` with mxfp8 and nvfp4 weights.
+            With these, `arch` or `token_format` must be given.
 
     Examples:
         Experts of deepseek-v4-pro on one of 8 ranks, for 1024 rows, in MiB:
@@ -525,13 +531,19 @@ def grouped_experts_workspace_size(
         ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
             names it.
     """
+    if token_format is None:
+        token_format = (
+            default_token_format(weights)
+            if arch is None
+            else target_of(arch).default_tokens(weights)
+        )
     shape = _shape_of(
         max_rows,
         hidden,
         intermediate_hidden,
         num_local_experts,
         weights,
-        token_format_of(default_token_format(weights, token_format)).in_products,
+        token_format_of(token_format).in_products,
         num_pool_tokens,
         False,
     )

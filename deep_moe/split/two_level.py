@@ -22,6 +22,7 @@ from deep_moe.fused.buffer import (
     SymmBuffer,
     device_for,
     get_symm_buffer_for_mega_moe,
+    tokens_on,
 )
 from deep_moe.fused.call_tensors import (
     STATISTICS_TENSOR,
@@ -226,6 +227,9 @@ class TwoLevelMoE:
 
     Every rank of all domains makes one, with the same arguments, and all call it in the same order.
 
+    NVFP4 tokens, the default with nvfp4 weights on SM100, do not travel between domains and are
+    refused: there `token_format` must be "bf16", of the weights too.
+
     A token travels once to every domain that owns one of its experts, as E4M3 with its scales, for
     bf16 weights as BF16, and a BF16 partial sum comes back. The partial sums are added in the order
     of the domains in FP32 and rounded once. A token whose experts live in one domain has the bits
@@ -284,6 +288,7 @@ class TwoLevelMoE:
         device = device_for(cross_group if domain_group is None else domain_group, device)
         check_backend(cross_group, device)
         require_equal_everywhere({**sizes, "device": device.type, "transport": transport}, groups)
+        sizes["token_format"] = tokens_on(device, weights, token_format)
         self.shape = TwoLevelShape(self._place.num_domains, self._place.num_ranks, **sizes)
         if exact_sizes and transport == "nccl_ep":
             raise ValueError(

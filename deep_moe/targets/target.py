@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
 
 from deep_moe.emulator.tensor_map import DataType
 from deep_moe.formats.sizes import SCALE_GROUP
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deep_moe.heuristics.links import ChipRates
     from deep_moe.heuristics.segments import Layout
     from deep_moe.heuristics.shape import MoEShape
+    from deep_moe.tokens import TokenFormatName
     from deep_moe.weights.layers import ExpertWeights, KernelLayer, LayerWeights, MegaMoEWeights
 
     from .config import MegaMoEConfig
@@ -200,15 +201,13 @@ class Target(ABC):
     def weights_of(
         self, weights: str = DEFAULT_WEIGHTS, token_format: str | None = None
     ) -> TargetWeights:
-        """What the target does with such weights beside such tokens, or a ValueError. By default
-        tokens are those of a buffer for such weights or, where there is no kernel for these, the
-        target's first."""
+        """What the target does with such weights beside such tokens, by default
+        `default_tokens`, or a ValueError."""
         names = dict.fromkeys(pair.weights for pair in self.weights)
         check_weights_name(weights, names, f" on {self.name}")
         allowed = self.token_formats(weights)
         if token_format is None:
-            usual = default_token_format(weights)
-            token_format = usual if usual in allowed else allowed[0]
+            token_format = self.default_tokens(weights)
         if token_format not in allowed:
             raise ValueError(
                 f"token_format must be {' or '.join(allowed)} with {weights} weights on "
@@ -224,15 +223,15 @@ class Target(ABC):
         """Of tokens that there is a kernel for beside weights of a format, the default first."""
         return tuple(pair.token_format for pair in self.weights if pair.weights == weights)
 
-    def usual_token_format(self, weights: str) -> str:
-        """Of tokens beside a model's weights where its user says nothing: the first that there is a
-        kernel for, or, where there is none, those that go with the weights on other targets.
+    def default_tokens(self, weights: str) -> TokenFormatName:
+        """The format of the tokens beside weights of a format where nothing is said: the first that
+        there is a kernel for or, where there is none, what goes with the weights elsewhere.
 
         Args:
             weights: the format's name.
         """
         known = self.token_formats(weights)
-        return known[0] if known else default_token_format(weights)
+        return cast("TokenFormatName", known[0]) if known else default_token_format(weights)
 
     @property
     def header(self) -> str:

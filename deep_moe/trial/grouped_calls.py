@@ -17,7 +17,6 @@ from deep_moe.heuristics import MoEShape
 from deep_moe.split.grouped_experts import GroupedExperts
 from deep_moe.targets import target_of
 from deep_moe.tokens import token_format as token_format_of
-from deep_moe.weights import default_token_format
 
 from .bounds import Bounds, reference_bounds
 from .reference import reference_mega_moe
@@ -167,7 +166,7 @@ def random_case(
     token_format: str | None = None,
     **more: Any,
 ) -> Case:
-    token_format = token_format or default_token_format(weights)
+    token_format = token_format or target_of(arch).default_tokens(weights)
     in_products = token_format_of(token_format).in_products
     shape = shape_of(counts, weights, token_format=in_products, **more)
     scale_block = target_of(arch).weights_of(weights, in_products).scale_block

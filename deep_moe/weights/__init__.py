@@ -4,7 +4,8 @@
     checkpoint.py   `FORMS`, the tensors that files have of them (stored_form.py of this folder)
     <kernel>.py     `KERNELS`, what the targets of a kernel do with them, for which tokens
                     (deep_moe/targets/target.py)
-    __init__.py     `DEFAULT_TOKENS`, the tokens that they go with where nothing is said
+    __init__.py     `DEFAULT_TOKENS`, the first of `KERNELS`' tokens, if it is the same for all
+                    kernels; else None
 
 and beside these the layouts that kernels read. The kernels' side of it is the folder of the same
 name in include/deep_moe/weights. For a new one, write both, and name it in `WeightsName`.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from functools import cache
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from deep_moe.axes import further_values
 
@@ -53,18 +54,20 @@ def weight_format(name: str) -> WeightFormat:
     return found
 
 
-def default_token_format(weights: str, chosen: str | None = None) -> TokenFormatName:
-    """The tokens that go with weights of a format where nothing is said, or `chosen`, what is said.
+def default_token_format(weights: str) -> TokenFormatName:
+    """The tokens that go with weights of a format where nothing is said, for a caller that knows no
+    target: ValueError where it depends on the target, whose `default_tokens` says it.
 
     >>> default_token_format("mxfp4"), default_token_format("bf16")
     ('mxfp8', 'bf16')
-    >>> default_token_format("mxfp4", "bf16")
-    'bf16'
     """
-    if chosen is not None:
-        return cast("TokenFormatName", chosen)
     check_weights_name(weights)
-    name: TokenFormatName = folder_module(weights).DEFAULT_TOKENS
+    name: TokenFormatName | None = folder_module(weights).DEFAULT_TOKENS
+    if name is None:
+        raise ValueError(
+            f"token_format must be given with {weights} weights, whose default depends on the "
+            "target; got None"
+        )
     return name
 
 

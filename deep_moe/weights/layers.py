@@ -14,10 +14,10 @@ import torch.utils._pytree
 from deep_moe.heuristics.shape import MoEShape
 from deep_moe.tensor_memory import check_dense, check_memory
 
-from . import DEFAULT_WEIGHTS, default_token_format
 from .format import WeightFormat
 
 if TYPE_CHECKING:
+    from deep_moe.tokens import TokenFormatName
     from deep_moe.weights import WeightsName
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -230,16 +230,14 @@ def detached(layer: _Layer) -> _Layer:
     return type(layer)(*(tensor.detach() for tensor in layer))
 
 
-def shape_of_weights(
-    sizes: WeightSizes, weights: str = DEFAULT_WEIGHTS, token_format: str | None = None
-) -> MoEShape:
+def shape_of_weights(sizes: WeightSizes, weights: str, token_format: str) -> MoEShape:
     """A shape whose one rank has these weights."""
     return MoEShape(
         num_ranks=1,
         num_topk=1,
         num_max_tokens_per_rank=1,
         weights=cast("WeightsName", weights),
-        token_format=default_token_format(weights, token_format),
+        token_format=cast("TokenFormatName", token_format),
         **sizes._asdict(),
     )
 

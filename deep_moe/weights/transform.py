@@ -77,7 +77,7 @@ def transform_weights_for_mega_moe(
             - "mxfp8": float8_e4m3fn [E, N, K]. Scales are int32 [E, N, K/128], or uint8 or
               float8_e8m0fnu [E, N, K/32].
         token_format: format of the tokens that the weights are multiplied with, with the defaults
-            of `get_symm_buffer_for_mega_moe`; on SM100 "mxfp8" is the default of mxfp8 weights.
+            of `get_symm_buffer_for_mega_moe` on such a target.
         requantize: with "fp8", take other scales, too: the weights are then rounded again, and a
             `RequantizationWarning` says how far they moved.
         out: where to put the result: tensors of `empty_weights_for_mega_moe` for the same E; by
@@ -210,7 +210,7 @@ def inverse_transform_weights(
     sizes = source.check(*padded)
     given = {"hidden": hidden, "intermediate_hidden": intermediate_hidden}
     own: dict[str, Any] = {name: size for name, size in given.items() if size is not None}
-    shape = shape_of_weights(sizes._replace(**own), weights)
+    shape = shape_of_weights(sizes._replace(**own), weights, on_target.token_format)
     for name in given:
         allowed = getattr(sizes, name)
         if getattr(shape.padded, name) != allowed:

@@ -17,7 +17,7 @@ from deep_moe.heuristics import MoEShape
 from deep_moe.targets import EMULATED, TARGETS
 from deep_moe.trial.reference import reference_mega_moe
 from deep_moe.trial.synthetic import Layer, Tokens, exact_layer, exact_tokens
-from deep_moe.weights import default_token_format
+from tests.pairs import formats
 
 SHAPE = MoEShape(
     num_ranks=1,
@@ -132,5 +132,5 @@ def arch_with(weights: str, token_format: str | None = None) -> str:
     """A target that has a kernel for the pair; sm_100a if it does."""
     named = sorted(TARGETS.values(), key=lambda target: target is not EMULATED)
     if token_format is None:
-        token_format = default_token_format(weights)
+        token_format = formats(weights)["token_format"]
     return next(target.name for target in named if token_format in target.token_formats(weights))

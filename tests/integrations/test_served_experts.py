@@ -24,7 +24,6 @@ from deep_moe.integrations.switch import read_token_format
 from deep_moe.integrations.token_format import served_token_format
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.trial.rank_processes import run_on_ranks
-from deep_moe.weights import default_token_format
 from tests.everyday import parametrize
 from tests.pairs import formats
 
@@ -518,7 +517,7 @@ def test_a_kernel_that_nobody_has_run_is_taken_only_if_it_is_asked_for(capabilit
 @pytest.mark.parametrize("arch", [None, "sm_90a", "sm_100a"])
 @pytest.mark.parametrize("weights", ["mxfp4", "fp8", "bf16"])
 def test_more_experts_than_a_rank_takes_are_refused_when_it_is_made(weights, arch):
-    token_format = default_token_format(weights)
+    token_format = formats(weights)["token_format"]
     sizes = SIZES._replace(num_experts=513, weights=weights, token_format=token_format)
     with pytest.raises(UnsupportedError, match="num_experts must be at most 512 per rank"):
         ServedExperts(sizes, Swiglu(), None, CPU, 8, arch)

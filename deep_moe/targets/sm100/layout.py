@@ -8,10 +8,11 @@ so that an epilogue warp has 16 neighbours of either half."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from deep_moe.heuristics.shape import MoEShape
-from deep_moe.weights import DEFAULT_WEIGHTS
 from deep_moe.weights.layers import (
     ExpertWeights,
     KernelLayer,
@@ -24,6 +25,9 @@ from deep_moe.weights.layers import (
     contiguous_copy,
     shape_of_weights,
 )
+
+if TYPE_CHECKING:
+    from deep_moe.targets.target import TargetWeights
 
 GATE_UP_RUN = 8  # consecutive rows of gate, then of up
 UP_RUN = 16  # without a gate: of the first half of 128, then of the second
@@ -97,7 +101,7 @@ def transform_scaled(l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights) ->
 
 
 def transformed_shape(
-    l1: KernelLayer, has_gate: bool, *, weights: str = DEFAULT_WEIGHTS, values_per_byte: int
+    l1: KernelLayer, has_gate: bool, own: TargetWeights, *, values_per_byte: int
 ) -> MoEShape:
     """Whose first layer this is, once it is laid out."""
     num_l1_matrices = 2 if has_gate else 1
@@ -108,14 +112,21 @@ def transformed_shape(
         WeightSizes(
             num_experts, values_per_byte * num_bytes, num_l1_rows // num_l1_matrices, has_gate
         ),
-        weights,
+        own.weights,
+        own.token_format,
     )
 
 
 def inverse_scaled(
-    l1: KernelLayer, l2: KernelLayer, has_gate: bool, *, dtype: torch.dtype, values_per_byte: int
+    l1: KernelLayer,
+    l2: KernelLayer,
+    has_gate: bool,
+    own: TargetWeights,
+    *,
+    dtype: torch.dtype,
+    values_per_byte: int,
 ) -> ExpertWeights:
-    shape = transformed_shape(l1, has_gate, values_per_byte=values_per_byte)
+    shape = transformed_shape(l1, has_gate, own, values_per_byte=values_per_byte)
     expected = scaled_tensors(shape, dtype=dtype, values_per_byte=values_per_byte)
     check_form({"l1_weights": l1, "l2_weights": l2}, expected)
     return ExpertWeights(

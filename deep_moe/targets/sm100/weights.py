@@ -53,7 +53,7 @@ class Sm100Weights(TargetWeights):
         from .layout import inverse_scaled
 
         return inverse_scaled(
-            l1, l2, has_gate, dtype=self.dtype, values_per_byte=self.values_per_byte
+            l1, l2, has_gate, self, dtype=self.dtype, values_per_byte=self.values_per_byte
         )
 
     def tensors(self, shape: MoEShape) -> TensorForms:

@@ -40,7 +40,7 @@ class Sm100Bf16(Sm100Weights):
         from ..layers import ExpertWeights, LayerWeights, check_form, contiguous_copy
         from .format import no_scales
 
-        shape = transformed_shape(l1, has_gate, weights=self.weights, values_per_byte=1)
+        shape = transformed_shape(l1, has_gate, self, values_per_byte=1)
         check_form({"l1_weights": l1, "l2_weights": l2}, self.tensors(shape))
         w1, w2 = separate_l1(l1.weight, has_gate), contiguous_copy(l2.weight)
         return ExpertWeights(LayerWeights(w1, no_scales(w1)), LayerWeights(w2, no_scales(w2)))

@@ -99,7 +99,7 @@ class Sm100Fp8RowScaled(Fp8OnTarget, Sm100Weights):
 
         from ..layers import ExpertWeights, LayerWeights, check_form
 
-        shape = transformed_shape(l1, has_gate, weights=self.weights, values_per_byte=1)
+        shape = transformed_shape(l1, has_gate, self, values_per_byte=1)
         check_form({"l1_weights": l1, "l2_weights": l2}, self.tensors(shape))
         return ExpertWeights(
             LayerWeights(*(separate_l1(own, has_gate) for own in l1)),

@@ -1,3 +1,3 @@
 """MXFP8: E4M3 values, and a UE8M0 scale for every 32 of them."""
 
-DEFAULT_TOKENS = "bf16"
+DEFAULT_TOKENS = None

@@ -1,3 +1,3 @@
 """NVFP4: E2M1 values, an E4M3 scale for every 16 of them, and a float32 one for each matrix."""
 
-DEFAULT_TOKENS = "bf16"
+DEFAULT_TOKENS = None

@@ -63,7 +63,7 @@ class Sm100Nvfp4(Sm100Weights):
 
         from ..layers import ExpertWeights, check_form
 
-        shape = transformed_shape(l1, has_gate, weights=self.weights, values_per_byte=2)
+        shape = transformed_shape(l1, has_gate, self, values_per_byte=2)
         check_form({"l1_weights": l1, "l2_weights": l2}, self.tensors(shape))
         return ExpertWeights(
             _read(l1, 2 if has_gate else 1, lambda rows: separate_l1(rows, has_gate, _STEP)),

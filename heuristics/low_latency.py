@@ -252,7 +252,7 @@ def low_latency_buffer_layout(shape: LowLatencyShape) -> Layout:
         "combine_arrivals",
         "i32",
         (NUM_HALVES, num_ranks),
-        "CTAs of an experts' rank whose rows are here",
+        "parts of an experts' rank's rows that are here",
     )
     builder.mark("control_bytes", alignment=DATA_ALIGNMENT)
     names = ALL_TO_ALL_FORMATS if shape.any_format else (shape.token_format,)
@@ -358,6 +358,8 @@ class LowLatencyConfig:
         if self.step == "combine":
             num_words = shape.num_experts_per_rank + 1
             add("expert_rows", (num_words,), "rows before each local expert")
+            add("sent_messages", (shape.num_ranks,), "parts of rows from this CTA, to each rank")
+            add("expected_parts", (shape.num_ranks,), "of rows, from each rank")
         else:
             if self.sends:
                 num_words = shape.num_experts + shape.num_ranks

@@ -30,15 +30,15 @@ class Call:
     """One dispatch and what follows from it. number: of the layer's dispatches, from 0.
     generation: how often the layer had been reset. pending: the kernel that receives what has been
     sent, if that is one of its own. has_buffer: its experts write into the combine buffer.
-    num_rounds: of arrivals that its combines have taken. is_fetched: the last of them left rows
-    where the experts wrote them."""
+    num_combines: begun so far. is_fetched: the last of them left rows where the experts wrote
+    them."""
 
     number: int
     generation: int
     progress: Progress
     pending: Launch | None = None
     has_buffer: bool = False
-    num_rounds: int = 0
+    num_combines: int = 0
     is_fetched: bool = False
 
 
@@ -53,6 +53,7 @@ class DispatchHandle:
     recv_count: torch.Tensor
     src_slots: torch.Tensor  # int32 [local experts, N], token * num_topk + slot on the source rank
     layout_range: torch.Tensor
+    sent_rows: torch.Tensor  # int32 [ranks], rows that each has of this rank's tokens
 
     def __repr__(self) -> str:
         return f"DispatchHandle(call {self.call.number}: {self.call.progress.value})"

@@ -450,7 +450,7 @@ class LowLatencyAllToAll(SplitLayer):
             args.expert_totals = expert_totals.data_ptr()
         if wait_cycles is not None:
             args.wait_cycles = wait_cycles.data_ptr()
-        sent = {"call_idx": handle.call_idx}
+        sent = {"call_idx": handle.call_idx, "sent_rows": handle.sent_rows}
         optional = {"scales": result.scales, **statistics}
         written = {
             "recv_x": result.recv_x,
@@ -531,7 +531,7 @@ class LowLatencyAllToAll(SplitLayer):
         args.topk_weights = topk_weights.data_ptr()
         args.out = out.data_ptr()
         if again:
-            args.num_earlier_rounds = call.num_rounds
+            args.num_earlier_combines = call.num_combines
         if wait_cycles is not None:
             args.wait_cycles = wait_cycles.data_ptr()
         sent = {
@@ -540,6 +540,7 @@ class LowLatencyAllToAll(SplitLayer):
             "recv_count": handle.recv_count,
             "src_slots": handle.src_slots,
             "layout_range": handle.layout_range,
+            "sent_rows": handle.sent_rows,
         }
         received = {"topk_idx": topk_idx, "topk_weights": topk_weights}
         statistics = {} if wait_cycles is None else {"wait_cycles": wait_cycles}
@@ -554,10 +555,10 @@ class LowLatencyAllToAll(SplitLayer):
             # One that is made again waits before it sends.
             waited = statistics if again else {}
             launch = self._launch(replace(config, receives=False), call, args, sent, waited)
-            received["call_idx"] = handle.call_idx
+            received |= {"call_idx": handle.call_idx, "sent_rows": handle.sent_rows}
             call.pending = self._launch(replace(config, sends=False), call, args, received, written)
             call.progress = Progress.RETURNING
-        call.num_rounds += 2 if again else 1
+        call.num_combines += 1
         call.is_fetched = zero_copy
         return launch, out
 
@@ -641,6 +642,7 @@ class LowLatencyAllToAll(SplitLayer):
         args.recv_count = handle.recv_count.data_ptr()
         args.src_slots = handle.src_slots.data_ptr()
         args.layout_range = handle.layout_range.data_ptr()
+        args.sent_rows = handle.sent_rows.data_ptr()
         return args
 
     def _empty_result(self, shape: LowLatencyShape, call: Call, num_tokens: int) -> Dispatched:
@@ -665,6 +667,7 @@ class LowLatencyAllToAll(SplitLayer):
             recv_count=empty((num_experts,), torch.int32),
             src_slots=empty((num_experts, num_rows), torch.int32),
             layout_range=empty((num_experts, shape.num_ranks), torch.int64),
+            sent_rows=empty((shape.num_ranks,), torch.int32),
         )
         values = torch.float8_e4m3fn if shape.num_scale_words else self.dtype
         return Dispatched(

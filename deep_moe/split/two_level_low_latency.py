@@ -227,6 +227,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
                 inside.recv_count,
                 inside.handle.src_slots,
                 ranges,
+                inside.handle.sent_rows,
                 inside=inside.handle,
                 relayed=relayed,
             )

@@ -121,12 +121,7 @@ SPLIT_MUTATIONS = (
     ),
     M("messages_not_counted", removed("message_counted"), "timeout"),
     M("one_token_not_awaited", replaced("tokens_expected", "+ 1", "+ 0"), "race|timeout"),
-    M("arrive_before_all_sent", removed("all_sent"), "race"),
-    M(
-        "arrive_at_gpu_scope",
-        replaced("arrival_released", "red_add_release_sys", "red_add_relaxed_gpu"),
-        "race",
-    ),
+    M("sent_messages_not_cleared", removed("sent_messages_cleared"), "misuse"),
     M(
         "arrival_not_acquired",
         replaced(
@@ -134,16 +129,45 @@ SPLIT_MUTATIONS = (
         ),
         "race",
     ),
-    M(
-        "one_cta_not_awaited",
-        replaced("ranks_awaited", "Config::num_ctas", "Config::num_ctas - 1"),
-        "race|timeout",
-    ),
     M("tokens_not_awaited", removed("staging_awaited"), "race|misuse"),
     M("contributions_not_awaited", removed("contributions_awaited"), "race"),
     M(
         "overwritten_before_added",
         removed("last_sums_awaited"),
+        "race|timeout|result",
+        test=LOW_LATENCY + "repeats_with_other_rows",
+    ),
+    # ---- arrivals of a combine
+    M("told_before_all_parts_sent", removed("all_parts_sent"), "race"),
+    M("parts_not_counted", removed("part_counted"), "timeout"),
+    M(
+        "one_row_of_a_rank_awaited",
+        replaced("parts_expected", "sent_rows[i]", "(sent_rows[i] != 0)"),
+        "race",
+    ),
+    M(
+        "one_part_of_a_row_awaited",
+        replaced("parts_expected", "RowPart<Config>::per_row", "1"),
+        "race",
+        test=LOW_LATENCY + "test_odd_sizes",
+        arguments={"hidden": 9216, "num_experts": 32, "num_topk": 4, "num_sms": 3},
+    ),
+    M(
+        "rows_of_other_ranks_awaited",
+        replaced(
+            "row_count_kept", "sent_rows[rank_idx]", "sent_rows[Config::num_ranks - 1 - rank_idx]"
+        ),
+        "race|timeout",
+    ),
+    M(
+        "rank_comes_in_silence",
+        removed("rank_came"),
+        "timeout",
+        test=LOW_LATENCY + "repeats_with_other_rows",
+    ),
+    M(
+        "only_rows_of_earlier_combines_awaited",
+        replaced("ranks_awaited", "+ 1", "+ 0"),
         "race|timeout|result",
         test=LOW_LATENCY + "repeats_with_other_rows",
     ),

@@ -74,6 +74,7 @@ def test_launches_do_not_change_from_call_to_call(launched: Launched) -> None:
         "src_slots",
         "src_info",
         "layout_range",
+        "sent_rows",
         "recv_x",
         "recv_scales",
     }

@@ -495,6 +495,22 @@ def test_a_rank_that_does_not_combine_is_named() -> None:
         assert "missing: rank 1" in str(error.value)
 
 
+def test_nobody_waits_for_a_rank_without_rows() -> None:
+    """Rank 0 has sent no token to rank 1, which does not combine. But rank 0 combines again only
+    when all ranks have come to that."""
+    with ranks(timeout_s=0.01) as layer:
+        inputs = random_inputs(layer.shape, (4, 4))
+        inputs.topk_idxs[0] %= layer.shape.num_experts_per_rank
+        given = layer.dispatch(inputs.xs, inputs.topk_idxs)
+        weights = inputs.topk_weights[0]
+        own = (inputs.ys[:1], inputs.topk_idxs[:1], [weights], handles(given)[:1])
+        (out,) = layer.combine(*own, ranks=[0])
+        expected = expected_out(layer.shape, 0, inputs.topk_idxs, weights, inputs.ys)
+        assert torch.equal(bits(out), bits(expected))
+        with pytest.raises(MegaMoETimeoutError, match="missing: rank 1"):
+            layer.combine(*own, ranks=[0], again=True)
+
+
 def test_after_a_failure_later_kernels_tell_nobody_anything() -> None:
     """Those that were launched behind the failed one: the peers run out of time too."""
     with ranks(timeout_s=0.01) as layer:

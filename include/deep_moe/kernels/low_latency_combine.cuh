@@ -14,7 +14,9 @@
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/phase_span.cuh"
 #include "deep_moe/split/reduce_slots.cuh"
+#include "deep_moe/split/row_arrivals.cuh"
 #include "deep_moe/split/send_rows.cuh"
+#include "deep_moe/split/sent_messages.cuh"
 #include "deep_moe/split/sent_rows.cuh"
 #include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/wait.cuh"
@@ -33,33 +35,33 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
     // All loads that depend on nothing are started before the first wait.
     const CallState state(local);
     const uint32_t call_idx = *args.call_idx;
-    const ActiveRanks<Config> active(local.masked_ranks(0));
+    const typename ActiveRanks<Config>::Mask mask(local.masked_ranks(0));
     const FirstCounts<Config> counts(args.recv_count);
+    const RowArrivals<Config> arrivals(ranks, shared_memory);
+    const SentMessages<Config> sent(shared_memory);
+    // In front of the barrier that the kernel begins with.
+    sent.clear();
+    arrivals.expect(args.sent_rows);
+    const ActiveRanks<Config> active(mask);
     Waiter waiter(args);
     bool is_sound = resume_call<Config>(state, call_idx, waiter);
     const uint32_t half = half_of(call_idx);
-    const auto arrivals = [&](uint32_t rank_idx) { return local.combine_arrivals(half, rank_idx); };
-    const auto arrive = [&] {
-        arrive_at_ranks<Config>(ranks, active, [&](const LowLatencyBuffer<Config>& buffer) {
-            return buffer.combine_arrivals(half, ranks.rank_idx());
-        });
-    };
-    const uint32_t num_rounds = Config::repeats ? args.num_earlier_rounds + 2 : 1;
     if constexpr (Config::sends && Config::repeats) {
         // No rank's rows are written again before all ranks have added the earlier ones. They have
         // when this kernel begins on them.
-        if (is_sound) arrive();
-        is_sound = is_sound && await_ranks<Config>(WaitSite::split_contributions, active, arrivals,
-                                                   num_rounds - 1, WaitCost(args.wait_cycles),
-                                                   waiter);  //~ last_sums_awaited
+        if (is_sound) arrivals.come(active, half);
+        is_sound = is_sound && arrivals.await_ranks(args, active, half, WaitCost(args.wait_cycles),
+                                                    waiter);  //~ last_sums_awaited
     }
     if constexpr (Config::sends) {
         if (is_sound) {
             const PhaseSpan<Config> span(args, SplitPhase::copy_and_put);
-            if constexpr (!Config::fetches_rows) {
-                send_rows(args, ranks, active, shared_memory, half, counts);
+            if constexpr (Config::fetches_rows) {
+                arrivals.come(active, half);
+            } else {
+                send_rows(args, ranks, active, shared_memory, half, counts, sent);
+                sent.arrive_in_combine(ranks, half);
             }
-            arrive();
         }
     }
     if constexpr (Config::receives) {
@@ -71,9 +73,8 @@ __device__ __forceinline__ void low_latency_combine(const LowLatencyArgs& args) 
         {
             const PhaseSpan<Config> span(args, SplitPhase::recv_wait);
             if constexpr (!Config::fetches_rows) reduction.begin();
-            is_sound = is_sound &&
-                       await_ranks<Config>(WaitSite::split_contributions, active, arrivals,
-                                           num_rounds, cost, waiter);  //~ contributions_awaited
+            is_sound = is_sound && arrivals.await_rows(args, active, half, cost,
+                                                       waiter);  //~ contributions_awaited
         }
         const PhaseSpan<Config> span(args, SplitPhase::topk_reduce);
         if (is_sound) {

@@ -51,6 +51,7 @@ __device__ void dispatch_send(const LowLatencyArgs& args, const LowLatencyRanks<
         const PhaseSpan<Config> span(args, SplitPhase::count_put);
         counts.add(args.topk_idx, active, 0, args.num_tokens);
         publish_counts(ranks, active, counts, half);
+        keep_row_counts(args, counts);
         cta_sync<Config>();  //~ counts_read
         counts.clear();      // for its own tokens
         cta_sync<Config>();  //~ counts_cleared

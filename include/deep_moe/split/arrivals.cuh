@@ -3,30 +3,12 @@
 
 #include <cuda/std/cstdint>
 
-#include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/timer.cuh"
 #include "deep_moe/split/cta.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
-
-// All threads of a CTA that has sent. `ranks`: the buffers of all; `active`: those that take part.
-// `arrivals(buffer)`: this rank's word in another one's buffer.
-//
-// Order: the barrier puts all writes of the CTA before one thread's release at sys scope for each
-// rank, which covers them. The grid's CTAs do not gather first, because that would take longer than
-// the additions.
-template <class Config, class Ranks, class Active, class Arrivals>
-__device__ void arrive_at_ranks(const Ranks& ranks, const Active& active,
-                                const Arrivals& arrivals) {
-    cta_sync<Config>();  //~ all_sent
-    for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
-        if (active.contains(i)) {
-            ptx::red_add_release_sys(arrivals(ranks.of(i)), 1);  //~ arrival_released
-        }
-    }
-}
 
 // Clocks that pass until each rank has come, from where this is made: for the first CTA of the grid
 // to tell, if the caller wants to know.
@@ -82,16 +64,6 @@ __device__ bool await_arrivals(WaitSite site, const Active& active, const Arriva
         cost.add(i);
     }
     return group.agrees(waiter);  //~ arrivals_passed_on
-}
-
-// The same until all CTAs of all ranks have arrived `num_rounds` times.
-template <class Config, class Active, class Arrivals>
-__device__ bool await_ranks(WaitSite site, const Active& active, const Arrivals& arrivals,
-                            uint32_t num_rounds, const WaitCost& cost, Waiter& waiter) {
-    const auto num_expected = [&](uint32_t) {
-        return num_rounds * Config::num_ctas;  //~ ranks_awaited
-    };
-    return await_arrivals<Config>(site, active, arrivals, num_expected, cost, waiter, 0);
 }
 
 }  // namespace deep_moe

@@ -25,6 +25,7 @@ struct LowLatencyArgs {
     int32_t* recv_count;    // [E_local]
     int32_t* src_slots;     // [E_local, N]: token_idx * topk + slot on the source rank
     int64_t* layout_range;  // [E_local, ranks]: count in the low half, first row in the high one
+    uint32_t* sent_rows;    // [ranks]: rows that each rank's experts have of this rank's tokens
 
     // Statistics, added to; null where nobody asks for them.
     int64_t* wait_cycles;    // [ranks]: clocks that one CTA waited for each rank
@@ -42,11 +43,11 @@ struct LowLatencyArgs {
     int32_t* src_info;  // [E_local, N]: token_idx on the source rank, or its origin
 
     // Combine.
-    const void* y;                // bf16 [E_local, N, hidden]
-    const float* topk_weights;    // [T, topk]
-    void* out;                    // bf16 [T, hidden]
-    SplitTraceCta* trace;         // [CTAs], zero before the call; null without Config::trace
-    uint32_t num_earlier_rounds;  // of arrivals in this call, where the combine repeats an earlier
+    const void* y;                  // bf16 [E_local, N, hidden]
+    const float* topk_weights;      // [T, topk]
+    void* out;                      // bf16 [T, hidden]
+    SplitTraceCta* trace;           // [CTAs], zero before the call; null without Config::trace
+    uint32_t num_earlier_combines;  // of this call, where the combine repeats one
 };
 
 }  // namespace deep_moe

@@ -60,7 +60,7 @@ class LowLatencyBuffer {
         return at<typename Symm::message_arrivals_element>(Symm::message_arrivals_offset) +
                expert * Symm::message_arrivals_dim2 + rank_idx;  // [2][E_local][ranks]
     }
-    // CTAs of an experts' rank whose rows are here.
+    // Parts of an experts' rank's rows that are here; split/row_arrivals.cuh.
     __device__ int32_t* combine_arrivals(uint32_t half, uint32_t rank_idx) const {
         return at<typename Symm::combine_arrivals_element>(Symm::combine_arrivals_offset) +
                half * Symm::combine_arrivals_dim1 + rank_idx;  // [2][ranks]

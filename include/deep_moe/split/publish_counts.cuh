@@ -4,7 +4,9 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/math.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
+#include "deep_moe/ptx/warp.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/token_counts.cuh"
 #include "deep_moe/sync/active_ranks.cuh"
@@ -29,6 +31,22 @@ __device__ void publish_counts(const LowLatencyRanks<Config>& ranks,
                 : counts.of_rank(rank_idx);
         ptx::st_relaxed_sys(ranks.of(rank_idx).recv_counts(half, ranks.rank_idx(), word_idx),
                             EncodedCount::encode(count));  //~ count_published
+    }
+}
+
+// The same, beside it: what the combine has to know, how many rows each rank's experts have of this
+// rank's tokens. The last warps, for the first ones publish.
+template <class Config>
+__device__ void keep_row_counts(const LowLatencyArgs& args, const TokenCounts<Config>& counts) {
+    constexpr uint32_t num_warps = Config::num_threads / warp_size;
+    for (uint32_t rank_idx = num_warps - 1 - ptx::warp_idx(); rank_idx < Config::num_ranks;
+         rank_idx += num_warps) {
+        uint32_t num_rows = 0;
+        for (uint32_t i = ptx::lane_idx(); i < Config::num_experts_per_rank; i += warp_size) {
+            num_rows += counts.of_expert(rank_idx * Config::num_experts_per_rank + i);
+        }
+        num_rows = ptx::redux_sync_add(num_rows);
+        if (ptx::lane_idx() == 0) args.sent_rows[rank_idx] = num_rows;  //~ row_count_kept
     }
 }
 

@@ -71,7 +71,7 @@ class ReceivedTokens {
     }
 
     // All threads of a CTA, behind `acquire`: from counts to what stands before. The others may
-    // read it behind a barrier, such as that of `await_ranks`. One CTA tells the caller.
+    // read it behind a barrier, such as that of `await_arrivals`. One CTA tells the caller.
     __device__ void sum_up(const LowLatencyArgs& args, bool tells_caller) const {
         constexpr uint32_t num_words = LowLatencyBuffer<Config>::num_count_words;
         for (uint32_t i = threadIdx.x; i < num_words; i += Config::num_threads) {

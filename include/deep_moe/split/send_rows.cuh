@@ -11,6 +11,7 @@
 #include "deep_moe/split/expert_rows.cuh"
 #include "deep_moe/split/low_latency_buffer.cuh"
 #include "deep_moe/split/received_row.cuh"
+#include "deep_moe/split/sent_messages.cuh"
 #include "deep_moe/sync/active_ranks.cuh"
 
 namespace deep_moe {
@@ -34,7 +35,7 @@ __device__ uint32_t source_rank(const int64_t* ranges, uint32_t row) {
 template <class Config>
 __device__ void send_rows(const LowLatencyArgs& args, const LowLatencyRanks<Config>& ranks,
                           const ActiveRanks<Config>& active, uint32_t shared_memory, uint32_t half,
-                          const FirstCounts<Config>& counts) {
+                          const FirstCounts<Config>& counts, const SentMessages<Config>& sent) {
     constexpr uint32_t num_warps = Config::num_threads / warp_size;
     const ExpertRows<Config> rows(shared_memory);
     rows.sum_up(args.recv_count, counts);
@@ -55,6 +56,7 @@ __device__ void send_rows(const LowLatencyArgs& args, const LowLatencyRanks<Conf
         if (!active.contains(rank_idx)) continue;
         part.store(ranks.of(rank_idx).combine(half, source % Config::num_topk,
                                               source / Config::num_topk));  //~ row_sent
+        if (ptx::lane_idx() == 0) sent.add_beside_others(rank_idx);
     }
 }
 

@@ -1,8 +1,9 @@
-// Dispatch, sending: how many messages this CTA has sent to whom, and telling the receivers.
+// How many messages this CTA has sent to whom, and telling the receivers. A dispatch's messages are
+// tokens, a combine's are parts of rows (RowPart).
 //
-// A receiver knows from the counts how many messages come from each rank, so arrivals are counted
-// in messages, and CTAs without any tell nothing. With Config::stages_by_expert each expert has
-// arrivals of its own from each rank, so that a pair's messages are unpacked when they have come.
+// A receiver knows how many messages come from each rank, so arrivals are counted in messages, and
+// CTAs without any tell nothing. A dispatch with Config::stages_by_expert counts its messages to
+// each expert, so that a pair's messages are unpacked when they have come.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -15,7 +16,7 @@
 
 namespace deep_moe {
 
-// In shared memory: u32[num_ranks], or with Config::stages_by_expert u32[num_experts].
+// In shared memory, for each receiver: u32[num_ranks], or u32[num_experts].
 template <class Config>
 class SentMessages {
  public:
@@ -25,21 +26,23 @@ class SentMessages {
     // All threads of the CTA, in front of a barrier.
     __device__ void clear() const {
         for (uint32_t i = threadIdx.x; i < num_words; i += Config::num_threads) {
-            ptx::st_shared_u32(word(i), 0);
+            ptx::st_shared_u32(word(i), 0);  //~ sent_messages_cleared
         }
     }
 
-    // One thread for each receiver: a message more to it. Barriers stand between two messages.
+    // Dispatch. One thread for each receiver: a message more to it. Barriers stand between two
+    // messages.
     __device__ void add(uint32_t receiver_idx) const {
         ptx::st_shared_u32(word(receiver_idx), count(receiver_idx) + 1);  //~ message_counted
     }
+    // Combine. One thread of a warp, beside those of others.
+    __device__ void add_beside_others(uint32_t receiver_idx) const {
+        ptx::red_add_shared(word(receiver_idx), 1);  //~ part_counted
+    }
 
-    // All threads of a CTA that has sent. `clears`: it has also zeroed words of this rank that
-    // others may write to once they know that. All ranks wait for this, so a rank that has received
-    // knows that all others have come to this call.
-    //
-    // Order: the barrier puts all writes of the CTA before one thread's release at sys scope for
-    // each receiver, which covers them.
+    // Dispatch. All threads of a CTA that has sent. `clears`: it has also zeroed words of this rank
+    // that others may write to once they know that. All ranks wait for this, so a rank that has
+    // received knows that all others have come to this call.
     __device__ void arrive(const LowLatencyRanks<Config>& ranks, const ActiveRanks<Config>& active,
                            uint32_t half, bool clears) const {
         cta_sync<Config>();  //~ all_messages_sent
@@ -56,15 +59,24 @@ class SentMessages {
             tell(ranks.of(i).dispatch_arrivals(half, ranks.rank_idx()), num_sent + clears);
         }
     }
+    // Combine. The same.
+    __device__ void arrive_in_combine(const LowLatencyRanks<Config>& ranks, uint32_t half) const {
+        cta_sync<Config>();  //~ all_parts_sent
+        for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
+            tell(ranks.of(i).combine_arrivals(half, ranks.rank_idx()), count(i));
+        }
+    }
 
- private:
-    static constexpr uint32_t num_words = Config::Smem::sent_messages_dim0;
-
+    // Order: a barrier has put all writes of the CTA before one thread's release at sys scope for
+    // each receiver, which covers them.
     static __device__ void tell(int32_t* arrivals, uint32_t num_messages) {
         if (num_messages == 0) return;
         //~ messages_released
         ptx::red_add_release_sys(arrivals, static_cast<int32_t>(num_messages));
     }
+
+ private:
+    static constexpr uint32_t num_words = Config::Smem::sent_messages_dim0;
 
     __device__ uint32_t count(uint32_t receiver_idx) const {
         return ptx::ld_shared_u32(word(receiver_idx));

@@ -30,6 +30,7 @@ def one_rank(
     target = target_of_device(this_gpu().device)
     if weights not in {own.weights for own in target.weights}:
         pytest.skip(f"there is no kernel for {weights} weights on {target.name}")
+    more.setdefault("token_format", target.default_tokens(weights))
     return MoEShape(
         *(1, 8, 4, 1024, 512, num_tokens),
         num_pool_tokens=num_pool_tokens,

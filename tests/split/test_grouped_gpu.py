@@ -60,13 +60,12 @@ def rows_of(y: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_rows_are_right(weights: WeightsName, biases: bool) -> None:
     case = case_here(weights, biases=biases)
-    bounds = case.bounds(on_gpu=True)
     with experts_of(case) as experts:
         arguments = on_gpu(case)
         ys = [experts(**arguments) for _ in range(3)]
         torch.cuda.synchronize()
         experts.check()
-    assert compare(rows_of(ys[0]), bounds).is_right
+    assert compare(rows_of(ys[0]), case.bounds(on_gpu=True)).is_right
     assert torch.equal(rows_of(ys[0]), rows_of(ys[2]))
 
 
@@ -75,12 +74,11 @@ def test_float_scales_of_any_size() -> None:
     if "fp8_128" not in token_formats_for("fp8", arch):
         pytest.skip(f"there is no kernel for them on {arch}")
     case = case_here("fp8", token_format="fp8_128")
-    bounds = case.bounds(on_gpu=True)
     with experts_of(case) as experts:
         y = experts(**on_gpu(case))
         torch.cuda.synchronize()
         experts.check()
-    assert compare(rows_of(y), bounds).is_right
+    assert compare(rows_of(y), case.bounds(on_gpu=True)).is_right
 
 
 def test_a_small_pool_is_used_again() -> None:

@@ -529,6 +529,29 @@ def tables(reports: Sequence[Mapping[str, Any]]) -> list[Table]:
     return made
 
 
+def page_table(report: Mapping[str, Any]) -> str:
+    """A page's table of a report of one model on one GPU: µs of ours and of engines' kernels, with
+    their time over ours in brackets."""
+    results = sorted(report["results"], key=lambda result: result["tokens_per_rank"])
+    names = list(dict.fromkeys(name for result in results for name in result["paths"]))
+
+    def cell(name: str, path: Mapping[str, Any] | None) -> str:
+        if path is None:
+            return ""
+        return f"{path['us']:.1f}" + ("" if name == OURS else f" ({path['times_slower']:.2f})")
+
+    return markdown_table(
+        ["tokens", *(report["labels"][name] for name in names)],
+        [
+            [
+                str(result["tokens_per_rank"]),
+                *(cell(name, result["paths"].get(name)) for name in names),
+            ]
+            for result in results
+        ],
+    )
+
+
 def spread(num_ranks: int) -> str:
     return "no expert parallelism" if num_ranks == 1 else f"EP{num_ranks}"
 

@@ -63,7 +63,7 @@ COLUMNS = (
 
 # Parts of these pages are tables of a report in a folder of OTHER_TABLES; the words behind its name
 # say which.
-PAGES_WITH_TABLES = (ROOT / "docs" / "training.md", ROOT / "docs" / "split.md")
+PAGES_WITH_TABLES = tuple(ROOT / "docs" / f"{name}.md" for name in ("split", "training", "vllm"))
 PAGE_TABLE = re.compile(
     r"(<!-- table: (?P<folder>\w+)/(?P<name>[^\s,]+)(?P<words>[^,]*), made by .*?-->\n).*?"
     r"(?P<end><!-- end of table -->)",
@@ -390,11 +390,13 @@ def all_to_all_tables(report: Result) -> dict[str, str]:
 
 def with_table(part: re.Match[str]) -> str:
     """Of a page: the same part with the table that the report gives now."""
-    results = read(RESULTS / part["folder"] / f"{part['name']}.json")["results"]
+    report = read(RESULTS / part["folder"] / f"{part['name']}.json")
     if part["folder"] == "training":
-        text = training.table(results, part["words"].strip())
+        text = training.table(report["results"], part["words"].strip())
+    elif part["folder"] == "engines":
+        text = engines.page_table(report)
     else:
-        text = all_to_all.table(results)
+        text = all_to_all.table(report["results"])
     return part[1] + text + part["end"]
 
 

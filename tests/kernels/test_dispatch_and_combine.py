@@ -226,6 +226,7 @@ def test_tokens_reach_their_experts_and_come_back(
         pytest.param({"num_tokens": [0, 0], "num_experts": 4}, id="no tokens at all"),
         pytest.param({"num_tokens": [3, 2], "num_experts": 80, "num_topk": 32}, id="topk 32"),
         pytest.param({"num_tokens": [9, 40], "num_experts": 2, "num_sms": 4}, id="several blocks"),
+        pytest.param({"num_tokens": [150, 100], "hidden": 128}, id="many tokens and few"),
         pytest.param({"num_tokens": [3], "hidden": 7168}, id="several chunks"),
         pytest.param({"num_tokens": [2], "hidden": 16384, "num_topk": 4}, id="widest"),
         pytest.param(
@@ -285,17 +286,31 @@ extern "C" __global__ void kernel(const __grid_constant__ KernelArgs args) {
 """
 
 
+# Of each rank, call by call. In one CTA sends for its rank, or, where it has many tokens, all do.
+FEW_TOKENS = [(6, 8, 1), (0, 3, 0), (8, 8, 8), (2, 0, 0), (0, 0, 0), (5, 8, 2)]
+MANY_TOKENS = [(130, 2, 1), (3, 140, 0), (130, 129, 135), (0, 3, 131)]
+
+
 @pytest.mark.parametrize("schedule", ["random", "slow_rank", "round_robin"])
-@pytest.mark.parametrize("seed", range(3))
+@parametrize(
+    ("counts", "seed"),
+    [*((FEW_TOKENS, seed) for seed in range(3)), *((MANY_TOKENS, seed) for seed in range(3))],
+    everyday=[*((FEW_TOKENS, seed) for seed in range(3)), (MANY_TOKENS, 0)],
+)
 def test_ranks_run_ahead_of_each_other(
-    make_config: Any, make_ranks: Any, make_queued: Any, schedule: str, seed: int
+    make_config: Any,
+    make_ranks: Any,
+    make_queued: Any,
+    schedule: str,
+    counts: list[tuple[int, ...]],
+    seed: int,
 ) -> None:
     """A rank begins its next call, with other inputs, as soon as its last one has ended."""
-    counts = [(6, 8, 1), (0, 3, 0), (8, 8, 8), (2, 0, 0), (0, 0, 0), (5, 8, 2)]
-    config = make_config(8, num_ranks=3, num_experts=6, hidden=128)
-    y_bytes = 8 * 2 * config.hidden
+    most = max(map(max, counts))
+    config = make_config(most, num_ranks=3, num_experts=6, hidden=128)
+    y_bytes = most * 2 * config.hidden
     ranks = make_ranks(config, output_bytes=len(counts) * y_bytes, seed=seed)
-    call = Call(ranks, [8, 8, 8], np.random.default_rng(seed))
+    call = Call(ranks, [most, most, most], np.random.default_rng(seed))
     queues: list[list[Any]] = [[], [], []]
     for rank, queue in enumerate(queues):
         ranks.outputs[rank][:] = 0xFF
@@ -316,7 +331,7 @@ def test_ranks_run_ahead_of_each_other(
             idx[:] = (idx + config.num_experts - 1) % config.num_experts
         call.num_tokens = list(counts[i])
         for rank, num_tokens in enumerate(counts[i]):
-            y = ranks.output(rank, np.uint16, len(counts), 8, 128)[i, :num_tokens]
+            y = ranks.output(rank, np.uint16, len(counts), most, 128)[i, :num_tokens]
             np.testing.assert_array_equal(y, call.expected_y(rank))
         received += np.array([len(slots) for slots in call.routed().values()]).reshape(3, 2)
     for rank in range(3):
@@ -326,38 +341,42 @@ def test_ranks_run_ahead_of_each_other(
         assert ranks.stats[rank].tolist() == received[rank].tolist()
 
 
-SLOW_PULL = KERNEL.replace(
-    "__device__ void rewrite_token(const PulledToken&, uint32_t) const {}",
-    """__device__ void rewrite_token(const PulledToken&, uint32_t) const {
+def slow_pull(ns: int) -> str:
+    """The kernel, whose warps take so long for a token that they pull."""
+    own = "__device__ void rewrite_token(const PulledToken&, uint32_t) const {"
+    assert own in KERNEL
+    return KERNEL.replace(
+        own,
+        f"""{own}
         const uint64_t start = ptx::globaltimer();
-        while (ptx::globaltimer() - start < 2'000'000'000) ptx::nanosleep(1'000'000);
-    }""",
-)
+        while (ptx::globaltimer() - start < {ns}) ptx::nanosleep(1'000'000);""",
+    )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@parametrize(("num_tokens", "seed"), [(24, 0), (24, 1), (280, 2)], everyday=[(24, 0), (24, 1)])
 def test_calls_behind_one_that_gave_up_leave_the_other_ranks_alone(
-    make_config: Any, make_ranks: Any, make_queued: Any, seed: int
+    make_config: Any, make_ranks: Any, make_queued: Any, num_tokens: int, seed: int
 ) -> None:
     """Rank 0 has done its part of a call and waits for the others when its time is up. Its later
     calls are queued already. Rank 1 is only late: it still pulls the tokens of the first one."""
-    assert SLOW_PULL != KERNEL
-    config = make_config(24, num_ranks=2, num_experts=2, num_topk=1, hidden=128, num_sms=2)
-    y_bytes = 24 * 2 * config.hidden
+    config = make_config(num_tokens, num_ranks=2, num_experts=2, num_topk=1, hidden=128, num_sms=2)
+    y_bytes = num_tokens * 2 * config.hidden
     ranks = make_ranks(config, output_bytes=3 * y_bytes, seed=seed)
-    call = Call(ranks, [24, 24], np.random.default_rng(seed))
+    call = Call(ranks, [num_tokens, num_tokens], np.random.default_rng(seed))
     # So many that those of two calls would take more than one rank's share of the lists.
     ranks.segment(0, "input_topk_idx")[:] = 1
 
     def queue(rank: int, *sources: str, timeout_ns: int) -> list[Any]:
         ranks.outputs[rank][:] = 0xFF
         return [
-            make_queued(source, config.num_threads, config.smem_bytes, 24, i * y_bytes, timeout_ns)
+            make_queued(
+                source, config.num_threads, config.smem_bytes, num_tokens, i * y_bytes, timeout_ns
+            )
             for i, source in enumerate(sources)
         ]
 
     early = queue(0, KERNEL, KERNEL, KERNEL, timeout_ns=SECOND)
-    late = queue(1, SLOW_PULL, KERNEL, timeout_ns=20 * SECOND)
+    late = queue(1, slow_pull(48 * SECOND // num_tokens), KERNEL, timeout_ns=20 * SECOND)
     ranks.run_queues([early, late])
 
     first, second = ranks.statuses
@@ -365,12 +384,12 @@ def test_calls_behind_one_that_gave_up_leave_the_other_ranks_alone(
     assert (first.code, list(first.missing_ranks)) == (1, [0b10, 0])
     # Rank 0's later calls have left the lists alone, but its caller may have written new inputs.
     np.testing.assert_array_equal(
-        ranks.output(1, np.uint16, 3, 24, config.hidden)[0], call.expected_y(1)
+        ranks.output(1, np.uint16, 3, num_tokens, config.hidden)[0], call.expected_y(1)
     )
     assert site_text(second.site) == "rank barrier after clean-up"
     assert (second.code, list(second.missing_ranks)) == (1, [0b1, 0])
     for rank in range(2):
-        ys = ranks.output(rank, np.uint16, 3, 24, config.hidden)
+        ys = ranks.output(rank, np.uint16, 3, num_tokens, config.hidden)
         assert (ys[rank:] == 0xFFFF).all()
         assert ranks.segment(rank, "grid_gather_counter") >> 31 == 1
 
@@ -396,7 +415,7 @@ def test_slots_out_of_range_are_ignored_and_repeated_experts_count(
 def test_slots_out_of_range_in_the_last_token_alone(
     make_config: Any, make_ranks: Any, bad: int, slots: slice
 ) -> None:
-    call = make_call(make_config, make_ranks, [5, 3], num_experts=4, num_topk=3)
+    call = make_call(make_config, make_ranks, [90, 3], num_experts=4, num_topk=3)
     for rank, num_tokens in enumerate(call.num_tokens):
         call.ranks.segment(rank, "input_topk_idx")[num_tokens - 1, slots] = bad
     call.run("sm_100a")

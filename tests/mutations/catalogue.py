@@ -130,6 +130,40 @@ SM100_MUTATIONS = (
         replaced("gather_to_publish", "barriers.come_to_gather()", "cta_idx == 0"),
         "race|timeout",
     ),
+    # Of two ranks one has few tokens.
+    M("few_counted_before_zeroed", removed("few_zeroed"), "race|misuse"),
+    M("few_unused_slots_sent", removed("few_routed"), "misuse"),
+    M(
+        "few_counted_without_atomics",
+        replaced(
+            "few_counted",
+            "ptx::atom_add_shared(expert_counts + expert_idx * sizeof(uint32_t), 1)",
+            "counts[expert_idx]++",
+        ),
+        "race",
+    ),
+    M(
+        "few_listed_for_another_rank",
+        replaced("few_slot", "page_idx", "page_idx ^ 1"),
+        "race|result",
+    ),
+    M(
+        "few_of_the_second_pass",
+        replaced("few_slot", "i * num_threads + thread_idx", "thread_idx"),
+        "race|result",
+        test="test_dispatch_and_combine::test_shapes_at_the_edges",
+        arguments={"shape": {"num_tokens": [150, 100], "hidden": 128}, "seed": 0},
+    ),
+    M("few_published_before_listed", replaced("few_listed", "barriers.cta()", "true"), "race"),
+    M("few_sent_twice", replaced("one_sends", "cta_idx == 0", "cta_idx < 2"), "race|misuse|result"),
+    M("few_told_for_one_cta", replaced("few_told", "{Config::num_sms}", "{1}"), "timeout"),
+    M(
+        "few_sent_after_a_failure",
+        replaced("few_zeroed", "may_send", "true"),
+        "result|misuse|race",
+        test="test_dispatch_and_combine::test_calls_behind_one_that_gave_up_leave_the_other_ranks_alone",
+        arguments={"num_tokens": 24, "seed": 0},
+    ),
     M("publish_without_fence", removed("publish_fence"), "race"),
     M("publish_fence_gpu_scope", replaced("fence_release", "release.sys", "release.gpu"), "race"),
     M("pull_without_acquire", removed("counts_fence"), "race"),
@@ -1593,6 +1627,7 @@ SM90_MUTATIONS = (
                 "misuse",
             ),
             ("masked_rank_is_listed_to", removed("active_is_listed_to"), "misuse"),
+            ("masked_rank_is_listed_to_by_one", removed("few_for_active"), "misuse"),
         )
     ),
     M(

@@ -23,7 +23,7 @@ from deep_moe.trial.synthetic import exact_layer, exact_tokens
 from tests.everyday import parametrize
 from tests.pairs import formats
 
-from ..kernels.conftest import Ranks, small_config
+from ..kernels.conftest import Queued, Ranks, small_config
 from ..kernels.layer_case import FITTED, LayerCase
 from ..prepare_inputs.conftest import Target, routing
 from .catalogue import MUTATIONS, RENDERED, Mutation
@@ -112,6 +112,7 @@ def outcome_of_test(test: str, arguments: Mapping[str, Any]) -> str:
     fixtures = {
         "make_config": small_config,
         "make_ranks": Ranks,
+        "make_queued": Queued,
         "target": Target("cpu", "sm_100a"),
     }
     wanted = fixtures.keys() & inspect.signature(function).parameters.keys()

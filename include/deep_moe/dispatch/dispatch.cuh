@@ -5,6 +5,7 @@
 #include <cuda/std/cstdint>
 
 #include "deep_moe/dispatch/cleanup.cuh"
+#include "deep_moe/dispatch/count_few_tokens.cuh"
 #include "deep_moe/dispatch/count_tokens.cuh"
 #include "deep_moe/dispatch/dispatch_barriers.cuh"
 #include "deep_moe/dispatch/publish_counts.cuh"
@@ -27,7 +28,8 @@ namespace deep_moe {
 // goes on for the rank:
 //   gather before publish         CTAs come with their counts drawn and their lists written; the
 //                                 last one publishes them. No CTA comes to the next gather before
-//                                 that: it waits for counts, this rank's among them
+//                                 that: it waits for counts, this rank's among them. A rank with
+//                                 few slots has no such gather: its first CTA sends and publishes
 //   gather before combine         CTAs come with their blocks done: nothing of this rank uses the
 //                                 schedule, the pools or any rank's inputs any more, and all its
 //                                 contributions are written. The last one tells all ranks, and then
@@ -58,13 +60,28 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     // Send.
     trace.mark(TraceStep::count_tokens);
     const typename CallRanks<Config>::Mask mask(args.masked_ranks);
-    count_tokens<Config>(buffers, mask, args.num_tokens, cta_idx, thread_idx,
-                         shared_memory + Config::Smem::expert_count_offset, barriers, waiter);
-    trace.mark(TraceStep::gather_before_publish);
-    barriers.cta();                   //~ lists_written
-    if (barriers.come_to_gather()) {  //~ gather_to_publish
+    const uint32_t expert_counts = shared_memory + Config::Smem::expert_count_offset;
+    const bool sends_alone = has_few_slots<Config>(args.num_tokens);
+    bool publishes = false;
+    if (!sends_alone) {
+        count_tokens<Config>(buffers, mask, args.num_tokens, cta_idx, thread_idx, expert_counts,
+                             barriers, waiter);
+        trace.mark(TraceStep::gather_before_publish);
+        barriers.cta();                         //~ lists_written
+        publishes = barriers.come_to_gather();  //~ gather_to_publish
+    } else if (cta_idx == 0) {                  //~ one_sends
+        count_few_tokens<Config>(buffers, mask, args.num_tokens, thread_idx, expert_counts,
+                                 barriers, waiter);
+        trace.mark(TraceStep::gather_before_publish);
+        publishes = barriers.cta();  //~ few_listed
+    }
+    if (publishes) {
         trace.mark(TraceStep::publish_counts);
-        publish_counts<Config>(buffers, CallRanks<Config>(mask), thread_idx);
+        publish_counts<Config>(
+            buffers, CallRanks<Config>(mask), thread_idx, [&](uint32_t expert_idx) {
+                return sends_alone ? few_send_count<Config>(expert_counts, expert_idx)
+                                   : ptx::ld_relaxed_gpu(local.expert_send_count(expert_idx));
+            });
     }
 
     // Pull, as soon as all ranks have published; what needs no other rank, before that.

@@ -25,15 +25,17 @@ namespace deep_moe {
 // thread does; the fence, with the relaxed additions behind it, releases all of it at sys scope.
 // One fence serves many additions, each of which would wait for a remote write if it were a release
 // itself.
-template <class Config>
+//
+// send_count(expert_idx): as many tokens as the rank has for the expert, in the low word, and in
+// the high one the rank's CTAs, all of which have nothing more to tell.
+template <class Config, class SendCount>
 __device__ void publish_counts(const RankBuffers<Config>& buffers, const CallRanks<Config>& ranks,
-                               uint32_t thread_idx) {
+                               uint32_t thread_idx, const SendCount& send_count) {
     const SymmBuffer<Config> local = buffers.local();
     for_each_expert_batch<Config>(thread_idx, [&](const ExpertBatch<Config>& batch) {
         uint64_t send_counts[ExpertBatch<Config>::size];
-        batch.for_each([&](uint32_t expert_idx, uint32_t i) {
-            send_counts[i] = ptx::ld_relaxed_gpu(local.expert_send_count(expert_idx));
-        });
+        batch.for_each(
+            [&](uint32_t expert_idx, uint32_t i) { send_counts[i] = send_count(expert_idx); });
         batch.for_each([&](uint32_t expert_idx, uint32_t i) {
             if constexpr (Config::masks_ranks) {
                 if (!owned_by_active<Config>(expert_idx, ranks)) return;  //~ active_gets_count

@@ -2,6 +2,7 @@
 
     python -m benchmarks.training --json training.json
     python -m benchmarks.training --models fine-grained --tokens 8192
+    python -m benchmarks.training --models qwen3-235b --tokens 8192 --accumulate 4
 
 One GPU. In each round all paths take their turn, so that a clock that changes meets them alike; the
 medians of the rounds are reported. Paths:
@@ -35,6 +36,10 @@ results are compared with the plain layer's (`error`, a norm). `tflops` counts t
 routed slots, without padding, and the time called from Python.
 `peak_gib` is what a path allocates beyond its inputs, parameters and gradients included, without
 liger's symmetric memory.
+
+With `--accumulate N` a step has N forward and backward passes, called from Python, and PyTorch adds
+up their weights' gradients in `.grad`. Frozen paths enter and leave `frozen_weights` in each step:
+`end_ms` is how long its end takes, and `passes_ms` is the rest.
 """
 
 from __future__ import annotations
@@ -100,6 +105,7 @@ FROZEN_PATHS = {"frozen": "fp8", "frozen-dgrad": "fp8_dgrad", "frozen-wgrad": "f
 FP8_PATHS = (*FP8_LAYERS, *FROZEN_PATHS)
 PATHS = ("ours", "separate", "recompute", "mxfp8", *FP8_PATHS, "plain", "products")
 RESULTS = ("out", "x", "topk_weights", "w13", "w2")  # of a step: the output and gradients
+ACCUMULATING = {"ours": "bf16", **FP8_LAYERS, **FROZEN_PATHS}  # paths and their precisions
 QUACK_PATHS = {"quack": {"tuned": False}, "quack-tuned": {"tuned": True}}
 LIBRARY_PATHS = (*QUACK_PATHS, "liger")
 # As norms, how far from the plain layer's: BF16 rounds all a few times. Liger's kernels add up
@@ -196,6 +202,28 @@ class Case:
             return deep_moe.moe(x, topk_idx, topk_weights, w13, None, w2, **options)
 
         return self.step(layer, self.w13, self.w2)
+
+    def accumulating_step(self, path: str, num_passes: int) -> Step:
+        """Passes between two steps of an optimizer, as `forward`, and as `backward` the end of
+        `frozen_weights`, where the path is frozen."""
+        weights = (self.w13, self.w2)
+
+        def passes() -> ExitStack:
+            stack = ExitStack()
+            if path in FROZEN_PATHS:
+                stack.enter_context(deep_moe.frozen_weights(*weights))
+            for weight in weights:
+                weight.grad = None
+            for _ in range(num_passes):
+                x, topk_weights = (
+                    tensor.detach().requires_grad_() for tensor in (self.x, self.topk_weights)
+                )
+                given = (x, self.topk_idx, topk_weights, self.w13, None, self.w2)
+                out = deep_moe.moe(*given, precision=ACCUMULATING[path])  # type: ignore[arg-type]
+                out.backward(self.d_out)
+            return stack
+
+        return Step(passes, lambda stack: stack.close())
 
 
 def plain_layer(
@@ -415,6 +443,26 @@ def _measured(
     return results
 
 
+def measure_accumulating(
+    case: Case, num_rounds: int, wanted: Sequence[str], num_passes: int
+) -> dict[str, dict[str, float]]:
+    """By path, of steps of so many passes: milliseconds (medians), tflops, peak_gib."""
+    steps = {name: case.accumulating_step(name, num_passes) for name in wanted}
+    results: dict[str, dict[str, float]] = {}
+    for name, step in steps.items():
+        step()  # compiles, and fills caches
+        case.w13.grad = case.w2.grad = None
+        results[name] = {"peak_gib": peak_gib(step)}
+    for name, found in times(steps, num_rounds).items():
+        results[name] |= {
+            "ms": round(found["ms"], 4),
+            "passes_ms": round(found["forward_ms"], 4),
+            "end_ms": round(found["backward_ms"], 4),
+            "tflops": round(num_passes * case.flop / found["ms"] / 1e9, 1),
+        }
+    return results
+
+
 def peak_gib(call: Callable[[], Any]) -> float:
     """What it allocates beyond what is there."""
     torch.cuda.synchronize()
@@ -451,9 +499,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="default: all but the libraries', and fp8's where the GPU has products for them",
     )
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--accumulate",
+        type=int,
+        metavar="N",
+        help="time steps of N passes, of ours and the paths of FP8, in place of single passes",
+    )
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, help="where to write the report")
     options = parser.parse_args(arguments)
+    if options.accumulate is not None:
+        if options.accumulate < 1:
+            parser.error(f"--accumulate must be at least 1; got {options.accumulate}")
+        if refused := set(options.paths or ()) - set(ACCUMULATING):
+            parser.error(f"--accumulate has no paths {', '.join(sorted(refused))}")
     if not torch.cuda.is_available():
         print("benchmarks.training needs a GPU", file=sys.stderr)
         return 1
@@ -463,13 +522,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "results": [],
     }
     paths = options.paths or default_paths(torch.cuda.get_device_capability())
+    if options.accumulate is not None:
+        paths = [path for path in paths if path in ACCUMULATING]
     with ExitStack() as stack:
         if "liger" in paths:
             device = torch.device("cuda", torch.cuda.current_device())
             stack.enter_context(liger_layer.runtime(device))
         for name in options.models:
             for num_tokens in options.tokens:
-                entry = entry_of(name, num_tokens, options.rounds, paths)
+                entry = entry_of(name, num_tokens, options.rounds, paths, options.accumulate)
                 report["results"].append(entry)
                 print(lines(entry), flush=True)
                 if options.json is not None:
@@ -477,14 +538,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def entry_of(name: str, num_tokens: int, num_rounds: int, paths: Sequence[str]) -> dict[str, Any]:
-    """A model's results at one number of tokens."""
+def entry_of(
+    name: str,
+    num_tokens: int,
+    num_rounds: int,
+    paths: Sequence[str],
+    num_passes: int | None = None,
+) -> dict[str, Any]:
+    """A model's results at one number of tokens, of steps of so many passes, or of single ones."""
     model = MODELS[name]
     torch._dynamo.reset()
     device = torch.device("cuda", torch.cuda.current_device())
-    results = measure(Case.random(model, num_tokens, device), num_rounds, paths)
+    case = Case.random(model, num_tokens, device)
+    if num_passes is None:
+        sizes, results = {"tokens": num_tokens}, measure(case, num_rounds, paths)
+    else:
+        sizes = {"tokens": num_tokens, "accumulate": num_passes}
+        results = measure_accumulating(case, num_rounds, paths, num_passes)
+    del case
     torch.cuda.empty_cache()
-    return {"model": name, **asdict(model), "tokens": num_tokens, "paths": results}
+    return {"model": name, **asdict(model), **sizes, "paths": results}
 
 
 def lines(entry: dict[str, Any]) -> str:
@@ -500,7 +573,8 @@ def lines(entry: dict[str, Any]) -> str:
 def _milliseconds(found: dict[str, float], prefix: str) -> str:
     if prefix + "ms" not in found:
         return "-"
-    whole, *passes = (found[f"{prefix}{name}ms"] for name in ("", "forward_", "backward_"))
+    parts = ("passes_", "end_") if "end_ms" in found else ("forward_", "backward_")
+    whole, *passes = (found[f"{prefix}{name}ms"] for name in ("", *parts))
     return f"{whole:9.3f} ms ({passes[0]:.3f} + {passes[1]:.3f})"
 
 

@@ -170,12 +170,14 @@ class DequantizeRowsConfig(TrainingConfig):
 
 @dataclass(frozen=True)
 class QuantizeWeightsConfig(TrainingConfig):
-    """stores_same, stores_transposed: the layouts that are written."""
+    """has_same, has_transposed: the layouts that are written, or with compares those that are
+    compared with what would be written."""
 
     step: ClassVar[str] = "quantize_weights"
     num_threads: int = 256
-    stores_same: bool = True
-    stores_transposed: bool = False
+    has_same: bool = True
+    has_transposed: bool = False
+    compares: bool = False
 
 
 @dataclass(frozen=True)

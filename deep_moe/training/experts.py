@@ -32,9 +32,9 @@ import torch
 
 from deep_moe.activations import GatedActivation
 
-from .kept_weights import quantized_once
+from .kept_weights import Rounding, quantized_once
 from .products import expert_sums, grouped_product, grouped_weight_gradient
-from .quantized import QuantizedWeights
+from .quantized import QuantizedWeights, num_other_bytes
 from .rows import Rows, aligned
 from .steps import Biases, Steps
 from .ways import Ways
@@ -283,7 +283,8 @@ class Experts:
         weights are the same. inputs: as the precision has them."""
         if self.precision == "bf16":
             return grouped_product(inputs, weights, rows.offs), None
-        rounded = quantized_once(weights, (self.precision, type(self.steps)), self._rounded)
+        rounding = Rounding(self._rounded, self._num_rounded_differences)
+        rounded = quantized_once(weights, (self.precision, type(self.steps)), rounding)
         if not self._quantizes:
             return grouped_product(inputs, rounded[0], rows.offs), None
         quantized = QuantizedWeights(*rounded[:2])
@@ -314,13 +315,19 @@ class Experts:
         128 x 128 is one in either direction. transposed: None to quantize them again."""
         if transposed is None:
             kind = ("transposed", type(self.steps))
-            transposed = QuantizedWeights(*quantized_once(weights, kind, self._transposed))
+            rounding = Rounding(self._transposed, self._num_transposed_differences)
+            transposed = QuantizedWeights(*quantized_once(weights, kind, rounding))
         return self.steps.quantized_product(d_outputs, transposed, rows)
 
     def _transposed(self, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """As the products of data gradients take them: each K by rows."""
         quantized = self.steps.quantize_weights(weights.transpose(1, 2))
         return quantized.values, quantized.scales
+
+    def _num_transposed_differences(
+        self, weights: torch.Tensor, transposed: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        return self.steps.num_differences(weights.transpose(1, 2), QuantizedWeights(*transposed))
 
     @property
     def _quantizes(self) -> bool:
@@ -339,6 +346,17 @@ class Experts:
             quantized = self.steps.quantize_weights(weights)
             return quantized.values, quantized.scales
         return (self.steps.round_weights(weights.contiguous()),)
+
+    def _num_rounded_differences(
+        self, weights: torch.Tensor, rounded: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        if not self._quantizes:
+            return num_other_bytes(self._rounded(weights)[0], rounded[0])
+        if self._quantizes_d and weights.is_contiguous():
+            # Both are of one reading, so one tells. That in the weights' own order is compared
+            # without a way through shared memory.
+            return self._num_transposed_differences(weights, rounded[2:])
+        return self.steps.num_differences(weights, QuantizedWeights(*rounded[:2]))
 
     def _bias_gradients(
         self,

@@ -25,9 +25,9 @@ def frozen_weights(*owners: torch.nn.Module | torch.Tensor) -> Iterator[None]:
 
     A pass quantizes a weight again where its storage or its version is another than before. Other
     changes, as of fused optimizers or through `.data`, cannot be seen then. The end of the context
-    therefore quantizes each kept weight once more and compares bits, and the host waits for it. So
-    optimizers step behind the context, or raise an error there. Only a weight that was changed
-    unseen and changed back is not found.
+    therefore compares what is kept of each weight with what would be made of it now, bit for bit,
+    and the host waits for it. So optimizers step behind the context, or raise an error there. Only
+    a weight that was changed unseen and changed back is not found.
 
     While a CUDA graph is captured nothing is kept, and the context must not end.
 
@@ -53,7 +53,8 @@ def frozen_weights(*owners: torch.nn.Module | torch.Tensor) -> Iterator[None]:
     entered = _entries(owners)
     with keep(entered):
         yield
-        changed = [entry.name for entry in entered if entry.has_changed()]
+        found = [entry.num_differences() for entry in entered]  # before the host waits
+        changed = [entry.name for entry, some in zip(entered, found, strict=True) if any(some)]
     if changed:
         raise RuntimeError(
             f"{', '.join(changed)} changed within frozen_weights, whose passes multiplied earlier "

@@ -10,10 +10,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+
+@dataclass(frozen=True)
+class Rounding:
+    """make: what is made of a weight. num_differences: of a weight and of what was made of it, a
+    number on the device, zero where `make` would have the same bits again."""
+
+    make: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    num_differences: Callable[[torch.Tensor, tuple[torch.Tensor, ...]], torch.Tensor]
 
 
 class KeptWeight:
@@ -22,24 +30,27 @@ class KeptWeight:
     def __init__(self, name: str, weight: torch.Tensor) -> None:
         self.name, self.weight = name, weight
         self._seen: Hashable = None
-        self._copies: dict[Hashable, tuple[Quantize, tuple[torch.Tensor, ...]]] = {}
+        self._form: Hashable = None
+        self._copies: dict[Hashable, tuple[Rounding, tuple[torch.Tensor, ...]]] = {}
 
-    def copy(self, kind: Hashable, quantize: Quantize) -> tuple[torch.Tensor, ...]:
+    def copy(self, kind: Hashable, rounding: Rounding) -> tuple[torch.Tensor, ...]:
         seen = _visible_state(self.weight)
         if seen != self._seen:
             self._copies.clear()
-            self._seen = seen
+            self._seen, self._form = seen, _form(self.weight)
         if kind not in self._copies:
-            self._copies[kind] = quantize, quantize(self.weight)
+            self._copies[kind] = rounding, rounding.make(self.weight)
         return self._copies[kind][1]
 
-    def has_changed(self) -> bool:
-        """Whether what was made of the weight would have other bits now. The host waits."""
-        return not all(
-            _equal_bits(copy, again)
-            for quantize, copies in self._copies.values()
-            for copy, again in zip(copies, quantize(self.weight), strict=True)
-        )
+    def num_differences(self) -> list[torch.Tensor]:
+        """Numbers on the device, all zero where what was made of the weight would have the same
+        bits again. The host does not wait."""
+        if self._copies and _form(self.weight) != self._form:
+            return [torch.ones(1)]
+        return [
+            rounding.num_differences(self.weight, copies)
+            for rounding, copies in self._copies.values()
+        ]
 
 
 # Of all threads: a backward pass runs in one of autograd's.
@@ -48,19 +59,19 @@ _lock = threading.RLock()
 
 
 def quantized_once(
-    weight: torch.Tensor, kind: Hashable, quantize: Quantize
+    weight: torch.Tensor, kind: Hashable, rounding: Rounding
 ) -> tuple[torch.Tensor, ...]:
-    """quantize(weight), or what an earlier call of this kind has made of a frozen weight."""
+    """rounding.make(weight), or what an earlier call of this kind has made of a frozen weight."""
     if not _kept:
-        return quantize(weight)
+        return rounding.make(weight)
     stream = None
     if weight.is_cuda:
         if torch.cuda.is_current_stream_capturing():  # a graph outlives the context
-            return quantize(weight)
+            return rounding.make(weight)
         stream = torch.cuda.current_stream(weight.device).cuda_stream
     with _lock:
         found = _kept.get(id(weight))
-        return quantize(weight) if found is None else found.copy((kind, stream), quantize)
+        return rounding.make(weight) if found is None else found.copy((kind, stream), rounding)
 
 
 @contextmanager
@@ -82,8 +93,8 @@ def keep(weights: list[KeptWeight]) -> Iterator[None]:
 
 def _visible_state(weight: torch.Tensor) -> Hashable:
     version = None if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, weight.shape, weight.stride()
+    return weight.data_ptr(), version, _form(weight)
 
 
-def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+def _form(weight: torch.Tensor) -> Hashable:
+    return weight.shape, weight.stride(), weight.dtype, weight.device

@@ -318,24 +318,52 @@ class KernelSteps:
             else None
             for is_wanted, shape in ((same, sizes), (transposed, sizes[::-1]))
         ]
-        pointers = [
-            pointer
-            for one in found
-            for pointer in (
-                (0, 0) if one is None else (one.values.data_ptr(), one.scales.data_ptr())
-            )
-        ]
-        args = QuantizeWeightsArgs(weights.data_ptr(), *pointers, *sizes)
-        config = config_of(
-            QuantizeWeightsConfig, stores_same=same, stores_transposed=transposed, arch=self.arch
+        self._launch_weights(weights, found[0], found[1])
+        return [one for one in found if one is not None]
+
+    def num_differences(self, weights: torch.Tensor, quantized: QuantizedWeights) -> torch.Tensor:
+        differences = torch.zeros(1, dtype=torch.int32, device=weights.device)
+        if weights.is_contiguous():
+            self._launch_weights(aligned(weights), None, quantized, differences)
+        else:
+            matrices = aligned(weights.transpose(1, 2))
+            self._launch_weights(matrices, quantized, None, differences)
+        return differences
+
+    def _launch_weights(
+        self,
+        weights: torch.Tensor,
+        same: QuantizedWeights | None,
+        transposed: QuantizedWeights | None,
+        differences: torch.Tensor | None = None,
+    ) -> None:
+        """Of contiguous [experts, rows, columns]: writes the results that are not None; or, with
+        differences, compares them."""
+        pointers: list[int] = []
+        results: dict[str, torch.Tensor] = {}
+        num_ctas = 0
+        for name, one in (("same", same), ("transposed", transposed)):
+            pointers += (0, 0) if one is None else (one.values.data_ptr(), one.scales.data_ptr())
+            if one is not None:
+                results |= {name: one.values, f"{name}_scales": one.scales}
+                num_ctas = one.scales.numel()
+        args = QuantizeWeightsArgs(
+            weights.data_ptr(),
+            *pointers,
+            0 if differences is None else differences.data_ptr(),
+            *weights.shape[1:],
         )
-        made = [one for one in found if one is not None]
-        written: dict[str, torch.Tensor] = {}
-        for index, one in enumerate(made):
-            written |= {f"quantized_{index}": one.values, f"scales_{index}": one.scales}
-        num_ctas = made[0].scales.numel()
-        launch(self.gpu, config, args, num_ctas, {"weights": weights}, written)
-        return made
+        config = config_of(
+            QuantizeWeightsConfig,
+            has_same=same is not None,
+            has_transposed=transposed is not None,
+            compares=differences is not None,
+            arch=self.arch,
+        )
+        read, written = {"weights": weights}, results
+        if differences is not None:
+            read, written = read | results, {"num_differences": differences}
+        launch(self.gpu, config, args, num_ctas, read, written)
 
     def quantized_product(
         self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows

@@ -13,6 +13,7 @@ from deep_moe.heuristics.training import ROW_ALIGNMENT, num_padded_rows
 from .quantized import (
     QuantizedColumns,
     QuantizedWeights,
+    num_other_bytes,
     parts_of_rows,
     quantized_columns,
     quantized_rows,
@@ -156,6 +157,11 @@ class PlainSteps:
         self, weights: torch.Tensor
     ) -> tuple[QuantizedWeights, QuantizedWeights]:
         return quantized_weights(weights), quantized_weights(weights.transpose(1, 2))
+
+    def num_differences(self, weights: torch.Tensor, quantized: QuantizedWeights) -> torch.Tensor:
+        now = quantized_weights(weights)
+        values = num_other_bytes(now.values, quantized.values)
+        return values + num_other_bytes(now.scales, quantized.scales)
 
     def quantized_product(
         self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows

@@ -64,6 +64,11 @@ def parts_of_rows(rows: torch.Tensor, num_values: int) -> tuple[torch.Tensor, to
     return values, rows_bytes[:, num_values:end].view(torch.float32)
 
 
+def num_other_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """In how many bytes two contiguous tensors of a shape and type differ, on their device."""
+    return (a.view(torch.uint8) != b.view(torch.uint8)).sum()
+
+
 def quantized_rows(values: torch.Tensor) -> torch.Tensor:
     """BF16 [R, K], quantized in PyTorch."""
     rows = values.new_zeros(values.shape[0], quantized_width(values.shape[1]))

@@ -112,6 +112,11 @@ class Steps(Protocol):
         multiples of 128."""
         ...
 
+    def num_differences(self, weights: torch.Tensor, quantized: QuantizedWeights) -> torch.Tensor:
+        """One number on the device, zero where `quantize_weights` of these weights has the bits of
+        quantized."""
+        ...
+
     def quantized_product(
         self, inputs: torch.Tensor, weights: QuantizedWeights, rows: Rows
     ) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from benchmarks import liger_layer, quack_layer, training
 from deep_moe.training import kept_weights
+from deep_moe.training.plain_steps import PlainSteps
 
 MODEL = training.Model(hidden=128, intermediate=128, num_experts=4, num_topk=2)
 
@@ -46,6 +47,51 @@ def test_frozen_paths_are_those_that_quantize(case: training.Case) -> None:
                 assert torch.equal(found, expected)
         assert all(entry._copies for entry in kept_weights._kept.values())
     assert not kept_weights._kept
+
+
+def test_frozen_paths_accumulate_the_same_gradients(
+    case: training.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantized: list[int] = []
+    make = PlainSteps.quantize_weights_both_ways
+
+    def counting(steps: PlainSteps, weights: torch.Tensor) -> Any:
+        quantized.append(1)
+        return make(steps, weights)
+
+    monkeypatch.setattr(PlainSteps, "quantize_weights_both_ways", counting)
+    gradients: list[list[torch.Tensor | None]] = []
+    counts: list[int] = []
+    for path in ("fp8-wgrad", "frozen-wgrad"):
+        case.accumulating_step(path, num_passes=3)()
+        gradients.append([case.w13.grad, case.w2.grad])
+        counts.append(len(quantized))
+    for found, expected in zip(*gradients, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert found.equal(expected)
+    assert counts == [2 * 3, 2 * 3 + 2]
+    case.accumulating_step("ours", num_passes=3)()
+    assert case.w2.grad is not None
+    assert not case.w2.grad.equal(gradients[0][1])  # type: ignore[arg-type]
+    assert case.x.grad is None
+    assert not kept_weights._kept
+
+
+def test_what_cannot_accumulate_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for given, message in (
+        (["--accumulate", "0"], "--accumulate must be at least 1; got 0"),
+        (["--accumulate", "2", "--paths", "ours", "plain"], "--accumulate has no paths plain"),
+    ):
+        with pytest.raises(SystemExit):
+            training.main(given)
+        assert message in capsys.readouterr().err
+
+
+def test_lines_of_steps_of_several_passes() -> None:
+    found = {"ms": 9.0, "passes_ms": 7.0, "end_ms": 2.0, "tflops": 5.0, "peak_gib": 0.5}
+    entry = {"model": "m", "tokens": 8, "accumulate": 3, "paths": {"frozen": found}}
+    assert "9.000 ms (7.000 + 2.000)" in training.lines(entry)
 
 
 def test_lines_of_a_path_without_graphs() -> None:

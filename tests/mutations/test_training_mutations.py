@@ -61,6 +61,7 @@ def check_training_kernels() -> None:
     for by_columns in (False, True):
         test_kernels.test_quantized_weights_are_bit_equal(by_columns)
         test_kernels.test_weights_quantized_both_ways_are_those_of_each(by_columns)
+        test_kernels.test_weights_are_compared_with_what_was_made_of_them(by_columns)
 
 
 def check_products() -> None:

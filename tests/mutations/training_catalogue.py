@@ -60,6 +60,8 @@ TRAINING_MUTATIONS = (
     M("maxima_read_early", removed("maxima_stored"), "race|misuse"),
     M("transposed_too_early", removed("block_transposed"), "race|misuse"),
     M("column_of_the_next_block", replaced("transposed_columns", ">= num_columns", "> num_columns"), "result|misuse|race"),
+    M("last_words_compared_alone", replaced("words_compared", "|=", "="), "result"),
+    M("differences_of_nobody", removed("difference_seen"), "result"),
     # ---- columns
     M("no_block_of_zeros", replaced("block_of_zeros", "1u", "0u"), "result|misuse"),
     M("block_of_two_experts", replaced("end_of_row_block", "min(begin + rows_per_block, rows_end)", "begin + rows_per_block"), "result|misuse"),

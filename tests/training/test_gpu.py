@@ -84,6 +84,39 @@ def test_runs_are_bit_equal(kind: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("precision", ["mxfp8", "fp8", "fp8_dgrad", "fp8_wgrad"])
+def test_frozen_weights_have_the_same_bits_and_may_not_change(
+    precision: str, by_columns: bool
+) -> None:
+    layer = on_gpu(
+        Layer.random(
+            num_tokens=300, num_experts=9, hidden=256, intermediate=384, precision=precision
+        )
+    )
+    weights = [layer.tensors[name] for name in ("w1", "w3", "w2")]
+    for weight in weights:
+        assert weight is not None
+        if by_columns:
+            weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+    d_out = random_like(layer()).cuda().bfloat16()
+    expected = layer.run(d_out)
+    with deep_moe.frozen_weights(*weights):  # type: ignore[arg-type]
+        for _ in range(2):
+            assert_equal_bits(layer.run(d_out), expected)
+    for place in ((0, 0, 0), (8, -1, -1), (4, 128, 127)):
+
+        def change(place: tuple[int, ...] = place) -> None:
+            with deep_moe.frozen_weights(*weights):  # type: ignore[arg-type]
+                layer.run(d_out)
+                assert weights[2] is not None
+                weights[2].data[place] += 8
+
+        with pytest.raises(RuntimeError, match=r"^owners\[2\] changed within frozen_weights"):
+            change()
+
+
+@pytest.mark.gpu
 def test_many_slots_are_sorted() -> None:
     topk_idx = torch.randint(-1, 128, (32768, 8), generator=torch.Generator().manual_seed(0))
     steps = steps_for(torch.empty(1, 8, dtype=torch.bfloat16, device="cuda"), None)

@@ -255,6 +255,33 @@ def test_weights_quantized_both_ways_are_those_of_each(by_columns: bool) -> None
             assert torch.equal(ours.values.view(torch.uint8), plain.values.view(torch.uint8))
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_weights_are_compared_with_what_was_made_of_them(by_columns: bool) -> None:
+    """In the weights' own order and transposed; the last columns are no whole block."""
+    weights = random(2, 256, 200, scale=3.0).bfloat16()
+    weights[0, :128, :128] = 0
+    weights[1, 200, 150] = float("nan")
+    if by_columns:
+        weights = weights.transpose(1, 2).contiguous().transpose(1, 2)
+    quantized = KERNELS.quantize_weights(weights)
+
+    def is_changed(steps: KernelSteps | PlainSteps) -> bool:
+        return bool(steps.num_differences(weights, quantized))
+
+    assert not is_changed(KERNELS)
+    assert not is_changed(PLAIN)
+    for expert, row, column in ((0, 0, 0), (0, 255, 199), (1, 127, 128), (1, 128, 7)):
+        before = weights[expert, row, column].clone()
+        weights[expert, row, column] = 2 * before + 1
+        assert is_changed(KERNELS)
+        assert is_changed(PLAIN)
+        weights[expert, row, column] = before
+    # Twice the weights have the same E4M3 values and other scales.
+    weights[1, :128, :128] *= 2
+    assert is_changed(KERNELS)
+    assert is_changed(PLAIN)
+
+
 def columns_of_experts(columns: QuantizedColumns, rows: Rows) -> list[torch.Tensor]:
     """The bits that mean something."""
     counts = rows.offs.diff(prepend=rows.offs.new_zeros(1)).tolist()

@@ -1,6 +1,8 @@
 // Weights [experts][rows][columns] as E4M3, with a float32 scale for every 128 x 128 of a matrix:
 // in the same layout, transposed, or both. The tensor cores want K innermost. That is the same
 // layout for products of one direction, forward or backward, and the other for those of the other.
+// With Config::compares nothing is stored: results that are there are compared with what they would
+// be now.
 //
 // Grid: a CTA per block of 128 x 128. Its values stay in registers between the search for the
 // largest and the quantizing. On their way into the transposed layout they go through shared
@@ -11,6 +13,7 @@
 
 #include "deep_moe/formats/float_scale.cuh"
 #include "deep_moe/math.cuh"
+#include "deep_moe/ptx/atomics.cuh"
 #include "deep_moe/training/args.cuh"
 #include "deep_moe/training/value_block.cuh"
 
@@ -26,7 +29,7 @@ class WeightBlock {
     __device__ explicit WeightBlock(const QuantizeWeightsArgs& args) : args_(args) {
         // Neighbouring CTAs write neighbours.
         const uint32_t idx = blockIdx.x;
-        if constexpr (Config::stores_transposed) {
+        if constexpr (Config::has_transposed) {
             row_block_ = idx % num_row_blocks();
             column_block_ = idx / num_row_blocks() % num_column_blocks();
         } else {
@@ -40,18 +43,22 @@ class WeightBlock {
         Block::Chunks chunks;
         load(chunks);
         const FloatScale<false> scale(Block::largest(chunks));
-        if (threadIdx.x == 0) store_scale(scale.scale);
+        if (threadIdx.x == 0) put_scale(__float_as_uint(scale.scale));
         Block::Bytes bytes;
         Block::quantize(chunks, scale.factor, bytes);
-        if constexpr (Config::stores_same) store_same(bytes);
-        if constexpr (Config::stores_transposed) {
+        if constexpr (Config::has_same) put_same(bytes);
+        if constexpr (Config::has_transposed) {
             const uint32_t first_column = column_block_ * size;
-            Block::store_transposed(
+            Block::put_transposed(
                 bytes,
                 static_cast<uint8_t*>(args_.transposed) +
                     (uint64_t{expert_} * args_.num_columns + first_column) * args_.num_rows +
                     row_block_ * size,
-                args_.num_rows, args_.num_columns - first_column);
+                args_.num_rows, args_.num_columns - first_column,
+                [this](uint8_t* place, uint4 words) { put(place, words); });
+        }
+        if constexpr (Config::compares) {
+            if (differs_) ptx::red_add_relaxed_gpu(args_.num_differences, 1);  //~ difference_seen
         }
     }
 
@@ -84,28 +91,43 @@ class WeightBlock {
         }
     }
 
-    __device__ __forceinline__ void store_scale(float scale) const {
+    // Stores words of a result, or compares what is there.
+    template <class Words>
+    __device__ __forceinline__ void put(void* place, Words words) {
+        Words* const there = static_cast<Words*>(place);
+        if constexpr (Config::compares) {
+            differs_ |= differ(*there, words);  //~ words_compared
+        } else {
+            *there = words;
+        }
+    }
+    static __device__ bool differ(uint32_t a, uint32_t b) { return a != b; }
+    static __device__ bool differ(uint2 a, uint2 b) { return a.x != b.x || a.y != b.y; }
+    static __device__ bool differ(uint4 a, uint4 b) {
+        return a.x != b.x || a.y != b.y || a.z != b.z || a.w != b.w;
+    }
+
+    __device__ __forceinline__ void put_scale(uint32_t scale_bits) {
         const uint64_t num_blocks = uint64_t{num_row_blocks()} * num_column_blocks();
         const uint64_t first = expert_ * num_blocks;
-        if constexpr (Config::stores_same) {
+        if constexpr (Config::has_same) {
             const uint32_t block = row_block_ * num_column_blocks() + column_block_;
-            args_.same_scales[first + block] = scale;  //~ block_scale
+            put(args_.same_scales + first + block, scale_bits);  //~ block_scale
         }
-        if constexpr (Config::stores_transposed) {
+        if constexpr (Config::has_transposed) {
             const uint32_t block = column_block_ * num_row_blocks() + row_block_;
-            args_.transposed_scales[first + block] = scale;  //~ transposed_scale
+            put(args_.transposed_scales + first + block, scale_bits);  //~ transposed_scale
         }
     }
 
-    __device__ __forceinline__ void store_same(const Block::Bytes& bytes) const {
+    __device__ __forceinline__ void put_same(const Block::Bytes& bytes) {
         uint8_t* const same = static_cast<uint8_t*>(args_.same);
         if (!has_column(first_column())) return;
 #pragma unroll
         for (uint32_t i = 0; i < Block::num_chunks; ++i) {
             if (!has_row(row_of(i))) continue;
-            *reinterpret_cast<uint2*>(same + index(row_block_ * size + row_of(i),
-                                                   column_block_ * size + first_column())) =
-                bytes[i];
+            put(same + index(row_block_ * size + row_of(i), column_block_ * size + first_column()),
+                bytes[i]);
         }
     }
 
@@ -113,6 +135,7 @@ class WeightBlock {
     uint32_t row_block_;
     uint32_t column_block_;
     uint32_t expert_;
+    bool differs_ = false;  // of this thread's words
 };
 
 template <class Config>

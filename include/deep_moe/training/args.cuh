@@ -108,14 +108,15 @@ struct QuantizeColumnsArgs {
     uint32_t num_columns;
 };
 
-// Only with Config::stores_same and with Config::stores_transposed, respectively, the results are
-// there.
+// Only with Config::has_same and with Config::has_transposed, respectively, the results are there;
+// only with Config::compares the differences.
 struct QuantizeWeightsArgs {
     const void* weights;       // bf16 [experts][num_rows][num_columns]
     void* same;                // E4M3 [experts][num_rows][num_columns]
     float* same_scales;        // [experts][ceil(num_rows / 128)][ceil(num_columns / 128)]
     void* transposed;          // E4M3 [experts][num_columns][num_rows]
     float* transposed_scales;  // [experts][ceil(num_columns / 128)][ceil(num_rows / 128)]
+    int32_t* num_differences;  // threads that saw one are added to it
     uint32_t num_rows;         // with transposed a multiple of 128
     uint32_t num_columns;      // a multiple of 8
 };

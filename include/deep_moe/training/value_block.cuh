@@ -68,9 +68,11 @@ struct ValueBlock {
     }
 
     // The 128 values of each column side by side, of so many columns, `stride` bytes from one to
-    // the next. All threads, once.
-    static __device__ __forceinline__ void store_transposed(const Bytes& bytes, uint8_t* transposed,
-                                                            uint64_t stride, uint32_t num_columns) {
+    // the next: put(place, 16 of them) for all. All threads, once.
+    template <class Put>
+    static __device__ __forceinline__ void put_transposed(const Bytes& bytes, uint8_t* transposed,
+                                                          uint64_t stride, uint32_t num_columns,
+                                                          const Put& put) {
         // A word more, so that neighbouring columns have other banks.
         __shared__ uint32_t words[size][size / 4 + 1];
 #pragma unroll
@@ -97,9 +99,16 @@ struct ValueBlock {
             const uint32_t column = threadIdx.x / 8 + 32 * i;
             if (column >= num_columns) continue;  //~ transposed_columns
             const uint32_t* const own = words[column] + first_word;
-            *reinterpret_cast<uint4*>(transposed + column * stride + first_word * 4) = {
-                own[0], own[1], own[2], own[3]};
+            put(transposed + column * stride + first_word * 4,
+                uint4{own[0], own[1], own[2], own[3]});
         }
+    }
+
+    static __device__ __forceinline__ void store_transposed(const Bytes& bytes, uint8_t* transposed,
+                                                            uint64_t stride, uint32_t num_columns) {
+        put_transposed(bytes, transposed, stride, num_columns, [](uint8_t* place, uint4 words) {
+            *reinterpret_cast<uint4*>(place) = words;
+        });
     }
 };
 

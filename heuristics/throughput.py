@@ -114,6 +114,7 @@ def throughput_buffer_layout(shape: ThroughputShape) -> Layout:
     words = (MAX_CTAS, shape.num_ranks, MAX_SHARING_WARPS)
     control("arrivals", "i32", words, "what a rank's CTA has told the one of its number")
     control("count_arrivals", "i32", (shape.num_ranks,), "dispatches whose counts have come")
+    control("left_out", "u32", (shape.num_ranks,), "not zero for ranks that were masked")
     builder.mark("control_bytes", alignment=DATA_ALIGNMENT)
     data("num_tokens", "u32", (shape.num_ranks,), "of each source rank")
     dims = (shape.num_ranks, shape.num_experts)
@@ -142,7 +143,7 @@ class ThroughputConfig:
     travel. knows_rows: rows go where an earlier dispatch sent others. has_int32_topk_idx: else
     int64.
     Of a combine: sends_rows: the rows do not lie in the symmetric buffer, and are sent.
-    trace: CTAs stamp their phases.
+    trace: CTAs stamp their phases. masks_ranks: the step is given `masked_ranks`.
 
     >>> shape = ThroughputShape(8, 256, 8, 7168, 8192, 81_920)
     >>> config = ThroughputConfig(shape, "dispatch", num_ctas=132, arch="sm_90a")
@@ -164,6 +165,7 @@ class ThroughputConfig:
     has_int32_topk_idx: bool = False
     sends_rows: bool = False
     trace: bool = False
+    masks_ranks: bool = False
 
     def __post_init__(self) -> None:
         token_format(self.token_format, ALL_TO_ALL_FORMATS)  # or an error
@@ -250,4 +252,5 @@ class ThroughputConfig:
             "has_int32_topk_idx": self.has_int32_topk_idx,
             "sends_rows": self.sends_rows,
             "trace": self.trace,
+            "masks_ranks": self.masks_ranks,
         }

@@ -41,6 +41,7 @@ class StatusCode(IntEnum):
     REPORTING = 8
     ROWS_ELSEWHERE = 9
     MASKED_ITSELF = 10
+    MASKED_BEFORE = 11
 
 
 def error_of(status: CppStruct, rank: int) -> MegaMoEError | None:
@@ -104,6 +105,11 @@ def error_of(status: CppStruct, rank: int) -> MegaMoEError | None:
         return MegaMoEError(
             f"rank {rank} stopped: masked_ranks must leave out other ranks, and not {rank}, which "
             "calls"
+        )
+    if status.code == StatusCode.MASKED_BEFORE:
+        return MegaMoEError(
+            f"rank {rank} stopped: masked_ranks must leave out rank {status.peer_rank}, as an "
+            "earlier call did, until reset() on every rank"
         )
     return MegaMoEError(f"{where} stopped with unknown code {status.code} (at {site})")
 

@@ -4,7 +4,7 @@ the checks after the call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,17 +130,18 @@ def run_rank(
 ) -> None:
     """Run this process's rank in the emulator, and the others in their processes meanwhile.
 
-    agreed: what must be the same on every rank.
+    agreed: what must be the same on every rank, but for those that it says are masked.
     """
     memory = buffer.memory
     assert isinstance(memory, HostMemory)
     require_memory([launch], checked=checked, num_processes=num_ranks)
     buffer.num_calls += 1
+    masked = agreed.get(MASKED_RANKS, [])
     if memory.is_shared:
         # Compared with the ranks that have come before. Ranks that come later compare for
         # themselves, and stop this one if they must.
         memory.blocks[memory.rank].publish_call(buffer.num_calls, agreed)
-        _raise_if_different(memory, buffer)
+        _raise_if_different(memory, buffer, masked)
     try:
         run_emulated(
             [launch],
@@ -152,7 +153,7 @@ def run_rank(
         buffer.mark_failed("the emulator stopped")
         raise
     if memory.is_shared:
-        _raise_if_different(memory, buffer)
+        _raise_if_different(memory, buffer, masked)
     finish_emulated(buffer, checked=checked)
 
 
@@ -197,9 +198,11 @@ def masked_ranks_of(tensors: CallTensors) -> list[int]:
     return [] if masked is None else masked.nonzero().flatten().tolist()
 
 
-def _raise_if_different(memory: HostMemory, buffer: RankBuffer) -> None:
+def _raise_if_different(memory: HostMemory, buffer: RankBuffer, masked: Collection[int]) -> None:
     published = {
-        rank: block.published_call(buffer.num_calls) for rank, block in enumerate(memory.blocks)
+        rank: block.published_call(buffer.num_calls)
+        for rank, block in enumerate(memory.blocks)
+        if rank not in masked  # what a dead rank published is of a call before the reset
     }
     difference = describe_difference(
         {rank: call for rank, call in published.items() if call is not None}

@@ -73,8 +73,8 @@ class EmulatedLayers(Closing, Generic[LayerT]):
 
     def _emulated(self, rank: int, queue: Sequence[Launch]) -> list[RankLaunch]:
         """One rank's. What one of its kernels writes and another one reads is one region."""
-        buffers = self.layers[rank].memory_regions()
-        emulated = [launch.emulated(rank, buffers) for launch in queue]
+        layer = self.layers[rank]
+        emulated = [launch.emulated(rank, layer.memory_regions(launch)) for launch in queue]
         regions = {region.address: region for launch in emulated for region in launch.memory}
         for launch in emulated:
             for region in launch.memory:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deep_moe.described import described_as
+from deep_moe.fused.options import MASKED_RANKS
 from deep_moe.heuristics.throughput import ThroughputShape
 
 from .emulated_layers import EmulatedLayers
@@ -72,6 +73,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         token_format: TokenFormatName | None = None,
         handles: Sequence[AllToAllHandle] | None = None,
         row_ids: bool = False,
+        masked_ranks: Tensors | None = None,
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> list[tuple[Received, AllToAllHandle]]:
@@ -85,6 +87,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
             token_format: of this call.
             handles: each rank's handle, instead of topk_idxs.
             row_ids: as of `AllToAll.dispatch`.
+            masked_ranks: each rank's masked_ranks.
             ranks: those that take part, by default all; the others never arrive, and lists are of
                 these only.
             schedule: how warps are interleaved.
@@ -94,6 +97,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
             "topk_weights": topk_weights,
             "x_sf": x_sfs,
             "handle": handles,
+            MASKED_RANKS: masked_ranks,
         }
         given = {name: values for name, values in of_rank.items() if values is not None}
 
@@ -110,6 +114,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         handles: Sequence[AllToAllHandle],
         *,
         topk_weights: Tensors | None = None,
+        masked_ranks: Tensors | None = None,
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> list[torch.Tensor]:
@@ -127,7 +132,8 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
 
         def prepare(layer: AllToAll, i: int) -> tuple[Launch, torch.Tensor]:
             weights = None if topk_weights is None else topk_weights[i]
-            return layer.prepare_combine(ys[i], handles[i], topk_weights=weights)
+            mask = None if masked_ranks is None else masked_ranks[i]
+            return layer.prepare_combine(ys[i], handles[i], topk_weights=weights, masked_ranks=mask)
 
         return self._run_all(prepare, ranks, schedule)
 
@@ -137,6 +143,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         values: Tensors,
         handles: Sequence[AllToAllHandle],
         *,
+        masked_ranks: Tensors | None = None,
         ranks: Sequence[int] | None = None,
         schedule: Schedule = "random",
     ) -> list[torch.Tensor]:
@@ -153,6 +160,7 @@ class EmulatedThroughputAllToAll(EmulatedLayers[AllToAll]):
         """
 
         def prepare(layer: AllToAll, i: int) -> tuple[Launch, torch.Tensor]:
-            return layer.prepare_return_scalars(values[i], handles[i])
+            mask = None if masked_ranks is None else masked_ranks[i]
+            return layer.prepare_return_scalars(values[i], handles[i], masked_ranks=mask)
 
         return self._run_all(prepare, ranks, schedule)

@@ -18,7 +18,7 @@ from deep_moe.fused.checks import (
     check_tensor,
     require_type,
 )
-from deep_moe.fused.emulated_call import run_rank
+from deep_moe.fused.emulated_call import masked_ranks_of, run_rank
 from deep_moe.fused.rank_buffer import RankBuffer, used
 from deep_moe.fused.run_settings import KernelSettings, RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
@@ -191,7 +191,7 @@ class SplitLayer(DumpsTraces):
                     "ranks live in this process too"
                 )
             run_rank(
-                launch.emulated(self.rank, self.memory_regions()),
+                launch.emulated(self.rank, self.memory_regions(launch)),
                 buffer,
                 self._agreed(launch),
                 num_ranks=self.shape.num_ranks,
@@ -199,13 +199,16 @@ class SplitLayer(DumpsTraces):
                 checked=self._settings.checked,
             )
 
-    def memory_regions(self) -> tuple[MemoryRegion, ...]:
-        """What every kernel may touch, for the emulator."""
+    def memory_regions(self, launch: Launch) -> tuple[MemoryRegion, ...]:
+        """What a kernel may touch beside its tensors, for the emulator: nothing of ranks that the
+        step leaves out by `masked_ranks`."""
         memory = self._buffer.memory
         layout = self._buffer.layout
+        masked = masked_ranks_of(launch.read)
         buffers = (
             MemoryRegion(f"symmetric buffer of rank {rank}", address, self.nbytes, True, layout)
             for rank, address in enumerate(memory.addresses)
+            if rank not in masked or rank == self.rank
         )
         return (*buffers, MemoryRegion("wait status", memory.status_address, 64, True))
 

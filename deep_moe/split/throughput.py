@@ -14,11 +14,14 @@ import torch
 from deep_moe.described import described_as
 from deep_moe.fused.checks import (
     check_contiguous,
+    check_own_rank,
     check_start,
     check_tensor,
     refuse_gradients,
     require_type,
 )
+from deep_moe.fused.emulated_call import masked_ranks_of
+from deep_moe.fused.options import MASKED_RANKS
 from deep_moe.fused.run_settings import RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
 from deep_moe.heuristics.throughput import (
@@ -196,6 +199,7 @@ class AllToAll(SplitLayer):
         self._token_format = token_format
         self._config("dispatch", token_format=token_format)  # or an error
         self._last_step: Step | None = None
+        self._masks_ranks = False  # since the last reset
 
     def __repr__(self) -> str:
         shape = self.shape
@@ -222,6 +226,7 @@ class AllToAll(SplitLayer):
         token_format: TokenFormatName | None = None,
         handle: AllToAllHandle | None = None,
         row_ids: bool = False,
+        masked_ranks: torch.Tensor | None = None,
     ) -> tuple[Received, AllToAllHandle]:
         """Send every token to the ranks of its experts, once to each, and receive those of the
         local ones, a row for each slot.
@@ -241,6 +246,12 @@ class AllToAll(SplitLayer):
                 slot's weight in float32 and rounded once; the weights are then not sent, and
                 token_format is "bf16".
             row_ids: whether to return `row_ids`, the slot of each row.
+            masked_ranks: int32 [ranks], not 0 for ranks that are left out, the same on all others:
+                they have no tokens, and slots that name their experts, or have a row there, are
+                not used. With a handle of before, rows of their tokens become zero. No rank waits
+                for them or touches their memory. The kernel reads the tensor, so a CUDA graph
+                follows what it holds. Once a call has been given it, all calls need it until
+                `reset()`, and a rank that was left out stays so until then.
 
         token_format, and whether there are topk_weights, x_sf and a handle, must be the same on all
         ranks. Returns what was received and the handle for `combine`.
@@ -263,6 +274,7 @@ class AllToAll(SplitLayer):
             token_format=token_format,
             handle=handle,
             row_ids=row_ids,
+            masked_ranks=masked_ranks,
         )
         self.run(launch)
         return result
@@ -275,10 +287,11 @@ class AllToAll(SplitLayer):
         *,
         topk_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        masked_ranks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Bring the experts' rows back and add them: bfloat16 [tokens, hidden].
 
-        Errors are as of `dispatch`.
+        Other arguments and errors are as of `dispatch`.
 
         Args:
             y: bfloat16 [max_recv_rows, hidden], rows where the dispatch had them; rows of no token
@@ -294,12 +307,20 @@ class AllToAll(SplitLayer):
         product and each sum rounded; the end is rounded to bfloat16 once. So it does not depend on
         who comes first. A token without a used slot gets zeros.
         """
-        launch, result = self.prepare_combine(y, handle, topk_weights=topk_weights, out=out)
+        launch, result = self.prepare_combine(
+            y, handle, topk_weights=topk_weights, out=out, masked_ranks=masked_ranks
+        )
         self.run(launch)
         return result
 
     @described_as(combine)
-    def return_scalars(self, values: torch.Tensor, handle: AllToAllHandle) -> torch.Tensor:
+    def return_scalars(
+        self,
+        values: torch.Tensor,
+        handle: AllToAllHandle,
+        *,
+        masked_ranks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Bring a number of each row back to its slot: float32 [tokens, topk], 0 for slots that are
         not used.
 
@@ -309,7 +330,7 @@ class AllToAll(SplitLayer):
             values: float32 [max_recv_rows], a number for each row; for gradients of routing
                 weights.
         """
-        launch, result = self.prepare_return_scalars(values, handle)
+        launch, result = self.prepare_return_scalars(values, handle, masked_ranks=masked_ranks)
         self.run(launch)
         return result
 
@@ -325,12 +346,18 @@ class AllToAll(SplitLayer):
             )
         return self._combine_rows()
 
-    def reset(self) -> None:
+    def reset(self, group: ProcessGroup | None = None) -> None:
         """Make the layer usable again after a failed call. Every rank of the group must call this;
-        it returns when all have. Handles become invalid."""
-        self._buffer.reset()
+        it returns when all have. Handles become invalid.
+
+        Args:
+            group: if ranks are dead, a group of all others, which are those that call; it has to
+                have been made before. Later calls must mask the dead ones.
+        """
+        self._buffer.reset(group)
         self._generation += 1
         self._last_step = None
+        self._masks_ranks = False
 
     # What follows is called by `EmulatedThroughputAllToAll` too.
 
@@ -344,6 +371,7 @@ class AllToAll(SplitLayer):
         token_format: TokenFormatName | None = None,
         handle: AllToAllHandle | None = None,
         row_ids: bool = False,
+        masked_ranks: torch.Tensor | None = None,
     ) -> tuple[Launch, tuple[Received, AllToAllHandle]]:
         """The kernel of a dispatch, after all checks."""
         self._buffer.raise_if_unusable()
@@ -363,6 +391,7 @@ class AllToAll(SplitLayer):
             is_quantized_input=x.dtype == torch.float8_e4m3fn,
             knows_rows=handle is not None,
             has_int32_topk_idx=topk_idx is not None and topk_idx.dtype == torch.int32,
+            masks_ranks=masked_ranks is not None,
         )
         self._check_tokens(x, x_sf, config)
         num_tokens = x.shape[0]
@@ -396,6 +425,7 @@ class AllToAll(SplitLayer):
                 )
         self._check_weights(topk_weights, num_tokens)
         require_type("row_ids", row_ids, bool, "a bool")
+        self._check_mask(masked_ranks)
         received = self._empty_received(config, handle, row_ids)
         args = self._args(handle)
         places = {
@@ -404,8 +434,15 @@ class AllToAll(SplitLayer):
             "expert_count": handle.expert_count,
             "expert_end": handle.expert_end,
             "rank_tokens": handle.rank_tokens,
+            "rows_here": handle.rows_here,
         }
-        read = {"x": x, "x_sf": x_sf, "topk_idx": topk_idx, "topk_weights": topk_weights}
+        read = {
+            "x": x,
+            "x_sf": x_sf,
+            "topk_idx": topk_idx,
+            "topk_weights": topk_weights,
+            MASKED_RANKS: masked_ranks,
+        }
         written = {
             "recv_x": received.x,
             "recv_scales": received.x_sf,
@@ -415,7 +452,7 @@ class AllToAll(SplitLayer):
         if config.knows_rows:
             read.update(places)
         else:
-            written.update(places, rows_here=handle.rows_here)
+            written.update(places)
             self._num_dispatches += 1
         return self._launch(config, handle.number, args, read, written), (received, handle)
 
@@ -426,6 +463,7 @@ class AllToAll(SplitLayer):
         *,
         topk_weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        masked_ranks: torch.Tensor | None = None,
     ) -> tuple[Launch, torch.Tensor]:
         """The kernel of a combine, after all checks."""
         self._buffer.raise_if_unusable()
@@ -448,13 +486,18 @@ class AllToAll(SplitLayer):
             refuse_gradients(y=y)
         if not is_here:
             self._buffer.occupied.refuse_tensor("y", y)
-        out = self._out_rows(out, num_tokens, {"y": y, "topk_weights": topk_weights})
+        self._check_mask(masked_ranks)
+        inputs = {"y": y, "topk_weights": topk_weights, MASKED_RANKS: masked_ranks}
+        out = self._out_rows(out, num_tokens, inputs)
         config = self._config(
-            "combine", has_weights=topk_weights is not None, sends_rows=not is_here
+            "combine",
+            has_weights=topk_weights is not None,
+            sends_rows=not is_here,
+            masks_ranks=masked_ranks is not None,
         )
         read = {
+            **inputs,
             "y": None if is_here else y,
-            "topk_weights": topk_weights,
             "slot_rows": handle.slot_rows,
             "rank_tokens": handle.rank_tokens,
             "rows_here": handle.rows_here,
@@ -463,7 +506,11 @@ class AllToAll(SplitLayer):
         return launch, out
 
     def prepare_return_scalars(
-        self, values: torch.Tensor, handle: AllToAllHandle
+        self,
+        values: torch.Tensor,
+        handle: AllToAllHandle,
+        *,
+        masked_ranks: torch.Tensor | None = None,
     ) -> tuple[Launch, torch.Tensor]:
         """The kernel of `return_scalars`, after all checks."""
         self._buffer.raise_if_unusable()
@@ -473,14 +520,16 @@ class AllToAll(SplitLayer):
         check_contiguous("values", values)
         if torch.is_grad_enabled():
             refuse_gradients(values=values)
+        self._check_mask(masked_ranks)
         size = (handle.num_tokens, self.shape.num_topk)
         out = torch.empty(size, dtype=torch.float32, device=self.device)
         read = {
             "scalars": values,
             "slot_rows": handle.slot_rows,
             "expert_end": handle.expert_end,
+            MASKED_RANKS: masked_ranks,
         }
-        config = self._config("scalars")
+        config = self._config("scalars", masks_ranks=masked_ranks is not None)
         args, written = self._args(handle), {"slot_scalars": out}
         return self._launch(config, handle.number, args, read, written), out
 
@@ -493,6 +542,7 @@ class AllToAll(SplitLayer):
             "handle": config.knows_rows,
             "topk_weights": config.has_weights,
             "y in the combine buffer": config.step == "combine" and not config.sends_rows,
+            MASKED_RANKS: masked_ranks_of(launch.read),
         }
 
     def _config(self, step: Step, **fields: Any) -> ThroughputConfig:
@@ -518,6 +568,7 @@ class AllToAll(SplitLayer):
         for name, tensor in {**own_read, **own_written}.items():
             setattr(args, name, tensor.data_ptr())
         self._last_step = config.step
+        self._masks_ranks = config.masks_ranks
         if self._profile is not None and config.step != "scalars":
             config = replace(config, trace=True)
             own_written["trace"] = self._profile.attach(config, number, self.device)
@@ -611,6 +662,21 @@ class AllToAll(SplitLayer):
         check_contiguous("topk_weights", topk_weights)
         if torch.is_grad_enabled():
             refuse_gradients(topk_weights=topk_weights)
+
+    def _check_mask(self, masked_ranks: torch.Tensor | None) -> None:
+        if masked_ranks is None:
+            if self._masks_ranks:
+                raise ValueError(
+                    f"{MASKED_RANKS} must be given to every call until reset(), since an earlier "
+                    "one was given it; got None"
+                )
+            return
+        require_type(MASKED_RANKS, masked_ranks, torch.Tensor, "a tensor or None")
+        size = (self.shape.num_ranks,)
+        check_tensor(MASKED_RANKS, masked_ranks, torch.int32, size, self.device)
+        check_contiguous(MASKED_RANKS, masked_ranks)
+        if self._settings.checked:
+            check_own_rank(MASKED_RANKS, masked_ranks, self.rank)
 
     def _check_handle(self, handle: AllToAllHandle) -> None:
         self._check_generation(own_handle(handle, AllToAllHandle, self).generation)

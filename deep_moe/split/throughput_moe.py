@@ -230,30 +230,36 @@ class ThroughputMoE(DumpsTraces, Closing):
         l1_bias: torch.Tensor | None = None,
         l2_bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        masked_ranks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One MoE layer over all ranks: bfloat16 [tokens, hidden].
 
         x, x_sf, topk_idx: as of `AllToAll.dispatch`; tokens may be 0 and may differ between ranks,
         and -1 is a slot that is not used. topk_weights: float32 [tokens, topk]. weights,
         l1_bias, l2_bias: this rank's experts, as of `GroupedExperts`.
-        out: where to write the result, by default a new tensor. Errors are as of
+        out: where to write the result, by default a new tensor. masked_ranks, errors: as of
         `AllToAll.dispatch`.
         """
-        received, handle = self.dispatch(x, topk_idx, x_sf=x_sf)
+        received, handle = self.dispatch(x, topk_idx, x_sf=x_sf, masked_ranks=masked_ranks)
         y = self.compute(received, weights, l1_bias=l1_bias, l2_bias=l2_bias)
-        return self.combine(y, handle, topk_weights, out=out)
+        return self.combine(y, handle, topk_weights, out=out, masked_ranks=masked_ranks)
 
     # The steps of a call, each of which comes once and in this order.
 
     @described_as(AllToAll.dispatch)
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, *, x_sf: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        *,
+        x_sf: torch.Tensor | None = None,
+        masked_ranks: torch.Tensor | None = None,
     ) -> tuple[Received, AllToAllHandle]:
         """The tokens of this rank's experts.
 
         Arguments and errors are as of `AllToAll.dispatch`.
         """
-        return self.all_to_all.dispatch(x, topk_idx, x_sf=x_sf)
+        return self.all_to_all.dispatch(x, topk_idx, x_sf=x_sf, masked_ranks=masked_ranks)
 
     @described_as(GroupedExperts.__call__)
     def compute(
@@ -300,6 +306,7 @@ class ThroughputMoE(DumpsTraces, Closing):
         topk_weights: torch.Tensor,
         *,
         out: torch.Tensor | None = None,
+        masked_ranks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The weighted sums of the rows, bfloat16 [tokens, hidden].
 
@@ -310,7 +317,9 @@ class ThroughputMoE(DumpsTraces, Closing):
             handle: what `dispatch` returned.
             topk_weights: float32 [tokens, topk].
         """
-        return self.all_to_all.combine(y, handle, topk_weights=topk_weights, out=out)
+        return self.all_to_all.combine(
+            y, handle, topk_weights=topk_weights, out=out, masked_ranks=masked_ranks
+        )
 
     def _dump_trace(self, step: Step, path: str | Path) -> None:
         self.all_to_all.dump_trace(step, path, self.all_to_all.rank)
@@ -325,11 +334,15 @@ class ThroughputMoE(DumpsTraces, Closing):
         self.all_to_all.check()
         self.experts.check()
 
-    def reset(self) -> None:
+    def reset(self, group: ProcessGroup | None = None) -> None:
         """Make the layer usable again after a failed call. Every rank of the group must call this;
-        it returns when all have."""
+        it returns when all have.
+
+        Args:
+            group: as of `AllToAll.reset`.
+        """
         self.experts.reset()
-        self.all_to_all.reset()
+        self.all_to_all.reset(group)
 
     def close(self) -> None:
         """Give the memory back. The layer cannot be used after this."""

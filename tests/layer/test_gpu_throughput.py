@@ -24,6 +24,7 @@ from tests.split.throughput_reference import (
     expected_scalars,
     expected_sums,
     random_inputs,
+    without_masked,
 )
 
 NUM_REPLAYS = 1000
@@ -53,6 +54,15 @@ def gpu_configs(num_ranks: int) -> Iterator[ThroughputConfig]:
     for sends_rows in (False, True):
         yield ThroughputConfig(shape, "combine", *common, has_weights=True, sends_rows=sends_rows)
     yield ThroughputConfig(shape, "scalars", *common)
+    masked_steps: list[dict[str, Any]] = [
+        {"step": "dispatch", "has_weights": True},
+        {"step": "dispatch", "knows_rows": True},
+        {"step": "combine", "has_weights": True, "sends_rows": True},
+        {"step": "scalars"},
+    ]
+    for fields in masked_steps:
+        arch = target_of_device(device).name
+        yield ThroughputConfig(shape, num_ctas=num_ctas, arch=arch, masks_ranks=True, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +215,62 @@ def disagree(rank: Rank) -> str:
     return str(error.value)
 
 
+Steps = tuple[Received, Received, torch.Tensor, torch.Tensor]
+
+
+def masked(rank: Rank, most: int, in_graph: bool) -> None:
+    """Steps of all ranks, then without the last one, which does not come; twice."""
+    layer = make(rank)
+    shape, last = layer.shape, rank.num_ranks - 1
+    masked_ranks = torch.zeros(rank.num_ranks, dtype=torch.int32, device=rank.device)
+    mask: dict[str, Any] = {"masked_ranks": masked_ranks}
+    inputs = inputs_of(layer, 0, most)
+    ids, weights = inputs.topk_idxs, inputs.topk_weights
+    x, own_ids, own_weights, y, values = (
+        of_ranks[rank.idx].to(rank.device)
+        for of_ranks in (inputs.xs, ids, weights, inputs.ys, inputs.values)
+    )
+
+    def steps() -> Steps:
+        received, handle = layer.dispatch(x, own_ids, topk_weights=own_weights, **mask)
+        again, _ = layer.dispatch(x, handle=handle, **mask)
+        out = layer.combine(y, handle, topk_weights=own_weights, **mask)
+        return received, again, out, layer.return_scalars(values, handle, **mask)
+
+    def check(results: Steps, left_out: list[int]) -> None:
+        received, again, out, scalars = results
+        used = without_masked(shape, ids, left_out)
+        check_received(shape, on_host(received), rank.idx, used, inputs.xs, weights=weights)
+        check_received(shape, on_host(again), rank.idx, used, inputs.xs)
+        sums = expected_sums(shape, rank.idx, used, inputs.ys, weights[rank.idx])
+        assert torch.equal(bits(out.cpu()), bits(sums))
+        expected = expected_scalars(shape, rank.idx, used, inputs.values)
+        assert torch.equal(bits(scalars.cpu()), bits(expected))
+        layer.check()
+
+    results = steps()
+    graph = None
+    if in_graph:
+        check(results, [])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            results = steps()
+    for _ in range(2):
+        for left_out in ([], [last]):
+            rank.barrier()  # the last rank has read what it needs of the others
+            if rank.idx in left_out:
+                continue
+            masked_ranks.zero_()
+            masked_ranks[left_out] = 1
+            if graph is None:
+                results = steps()
+            else:
+                graph.replay()
+            check(results, left_out)
+        layer.reset()  # of all ranks, so that the last one may come back
+    layer.close()
+
+
 def check_overflow(messages: list[str]) -> None:
     num_ranks = len(messages)
     text = f"rank {num_ranks - 1} would get {640 * num_ranks} rows"
@@ -239,8 +305,15 @@ def test_ranks_must_agree_where_rows_are(run_ranks: RunRanks, compiled: None) ->
         assert "on all ranks or on none" in message
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_graph", [False, True], ids=["calls", "graph"])
+def test_a_rank_that_is_left_out(run_ranks: RunRanks, compiled: None, in_graph: bool) -> None:
+    run_ranks(Place.GPUS, ALL, masked, 160, in_graph)
+
+
 @pytest.mark.slow
 def test_the_same_in_the_emulator(run_ranks: RunRanks) -> None:
     run_ranks(Place.CPU, 2, every_step, 12)
     assert run_ranks(Place.CPU, 2, repeats_differ, 12, 2, False) == [0, 0]
     check_overflow(run_ranks(Place.CPU, 2, overflow))
+    run_ranks(Place.CPU, 2, masked, 12, False)

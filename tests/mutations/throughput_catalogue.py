@@ -113,4 +113,86 @@ THROUGHPUT_MUTATIONS = (
     # ---- scalars
     M("scalars_not_awaited", removed("scalars_of_all_awaited"), ANYTHING),
     M("scalars_forgotten", removed("scalar_returned"), "result"),
+    # ---- masked ranks
+    *(
+        M(
+            name,
+            edit,
+            catcher,
+            test="test_masked_throughput::test_without_masked_ranks_the_others_have_every_bit",
+            arguments={"masked": (1,), "schedule": "random"},
+        )
+        for name, edit, catcher in (
+            ("masked_rank_is_told", removed("masked_not_told"), "misuse"),
+            ("masked_rank_gets_tokens_told", removed("masked_gets_no_tokens"), "misuse"),
+            ("masked_rank_gets_totals", removed("masked_gets_no_totals"), "misuse"),
+            ("masked_rank_gets_arrivals", removed("masked_gets_no_arrival"), "misuse"),
+            ("masked_rank_has_tokens", removed("masked_has_no_tokens"), ANYTHING),
+            (
+                "masked_rank_has_slots",
+                replaced("masked_total_dropped", "&& active.contains(first + i)", ""),
+                ANYTHING,
+            ),
+            (
+                "masked_experts_have_slots",
+                replaced(
+                    "routed_to_active",
+                    "&& owned_by_active<Config>(static_cast<uint32_t>(expert_idx), ranks)",
+                    "",
+                ),
+                ANYTHING,
+            ),
+        )
+    ),
+    *(
+        M(
+            name,
+            edit,
+            catcher,
+            test="test_masked_throughput::test_the_mask_grows_between_steps",
+            arguments={"schedule": "random"},
+        )
+        for name, edit, catcher in (
+            ("rows_of_the_masked_kept", removed("masked_row_cleared"), "result"),
+            (
+                "masked_rank_gets_rows",
+                replaced("masked_gets_no_rows", "ranks_.active().contains(rank_idx)", "true"),
+                "misuse",
+            ),
+            (
+                "rows_of_masked_experts_added",
+                replaced(
+                    "masked_row_dropped",
+                    "&& ranks.active().contains(RankRow::rank_idx(word))",
+                    "",
+                ),
+                "misuse",
+            ),
+        )
+    ),
+    M(
+        "masked_rank_is_awaited",
+        removed("masked_not_awaited"),
+        "timeout",
+        test="test_masked_throughput::test_survivors_name_the_dead_and_go_on_after_a_reset",
+    ),
+    *(
+        M(
+            name,
+            edit,
+            "result|timeout",
+            test="test_masked_throughput::"
+            "test_a_rank_that_was_left_out_comes_back_behind_a_reset_alone",
+        )
+        for name, edit in (
+            ("left_out_forgotten", removed("left_out_kept")),
+            ("returning_rank_not_refused", removed("return_refused")),
+        )
+    ),
+    M(
+        "masked_rank_calls_on",
+        removed("own_mask_refused"),
+        ANYTHING,
+        test="test_masked_throughput::test_a_masked_rank_that_calls_stops_alone",
+    ),
 )

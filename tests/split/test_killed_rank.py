@@ -19,8 +19,12 @@ import torch.distributed as dist
 from deep_moe.errors import MegaMoETimeoutError
 from deep_moe.split.handle import Dispatched
 from deep_moe.split.low_latency import LowLatencyAllToAll
+from deep_moe.split.throughput import AllToAll, Received
+from tests.everyday import parametrize
 
 from .reference import Inputs, bits, check_dispatched, expected_out, random_inputs
+from .throughput_reference import check_received, expected_sums, without_masked
+from .throughput_reference import random_inputs as random_many
 
 KILLED = 1
 
@@ -97,6 +101,57 @@ def live_through_it(rank: int, num_ranks: int, device: str, is_dead: Path) -> No
         survivor.check_call(seed, [KILLED])
 
 
+class ManyTokens:
+    """One rank of a layer for many tokens, and what it has to get."""
+
+    def __init__(self, layer: AllToAll) -> None:
+        self.layer = layer
+        num_ranks = layer.shape.num_ranks
+        self.masked_ranks = torch.zeros(num_ranks, dtype=torch.int32, device=layer.device)
+
+    def check_call(self, seed: int, masked: list[int]) -> None:
+        layer, rank, device = self.layer, self.layer.rank, self.layer.device
+        inputs = random_many(layer.shape, [4] * layer.shape.num_ranks, seed)
+        x, ids, y = (
+            of_ranks[rank].to(device) for of_ranks in (inputs.xs, inputs.topk_idxs, inputs.ys)
+        )
+        received, handle = layer.dispatch(x, ids, masked_ranks=self.masked_ranks)
+        on_host = Received._make(None if t is None else t.cpu() for t in received)
+        layer.check()
+        used = without_masked(layer.shape, inputs.topk_idxs, masked)
+        check_received(layer.shape, on_host, rank, used, inputs.xs)
+        out = layer.combine(y, handle, masked_ranks=self.masked_ranks).cpu()
+        layer.check()
+        assert torch.equal(bits(out), bits(expected_sums(layer.shape, rank, used, inputs.ys)))
+
+
+def live_with_many_tokens(rank: int, num_ranks: int, device: str, is_dead: Path) -> None:
+    """The dead rank's tokens may have come, or some of them."""
+    alive = dist.new_group([other for other in range(num_ranks) if other != KILLED])
+    layer = AllToAll(
+        *(dist.group.WORLD, 4, 128, 2 * num_ranks, 2, 16 * num_ranks),
+        expert_alignment=4,
+        num_sms=2,
+        timeout_s=3.0,
+        device=device,
+    )
+    survivor = ManyTokens(layer)
+    for seed in range(2):
+        survivor.check_call(seed, [])
+    if rank == KILLED:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        survivor.check_call(2, [])  # the others come later
+        time.sleep(600)
+    while not is_dead.exists():
+        time.sleep(0.05)
+    with pytest.raises(MegaMoETimeoutError, match=rf"missing: rank {KILLED}\)"):
+        survivor.check_call(2, [])
+    layer.reset(alive)
+    survivor.masked_ranks[KILLED] = 1
+    for seed in range(2, 5):
+        survivor.check_call(seed, [KILLED])
+
+
 # What a rank does: its number, that of all, the device, and a file that is there when the one to be
 # killed is dead. A kernel of a process outlives the signal by seconds, until the driver has it off
 # the GPU, and would finish its call with ranks that came too early.
@@ -145,11 +200,16 @@ def check_survivors(life: Life, num_ranks: int, device: str, folder: Path) -> No
     assert processes[KILLED].exitcode == -signal.SIGKILL
 
 
-def test_survivors_name_a_killed_rank_and_go_on(tmp_path: Path) -> None:
-    check_survivors(live_through_it, 3, "cpu", tmp_path)
+LIVES = [live_through_it, live_with_many_tokens]
+
+
+@parametrize("life", LIVES, everyday=[live_through_it])
+def test_survivors_name_a_killed_rank_and_go_on(life: Life, tmp_path: Path) -> None:
+    check_survivors(life, 3, "cpu", tmp_path)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a rank needs a GPU of its own")
-def test_survivors_on_gpus(tmp_path: Path) -> None:
-    check_survivors(live_through_it, torch.cuda.device_count(), "cuda", tmp_path)
+@pytest.mark.parametrize("life", LIVES)
+def test_survivors_on_gpus(life: Life, tmp_path: Path) -> None:
+    check_survivors(life, torch.cuda.device_count(), "cuda", tmp_path)

@@ -58,6 +58,30 @@ def test_calls_of_a_rank_alone_are_exact_and_one_too_many_rows_leave_it_usable()
             assert comparison.num_equal == comparison.num_values
 
 
+def test_both_steps_of_a_layer_are_given_the_mask() -> None:
+    """A rank alone can mask nobody, so that it notices a mask by what it refuses."""
+    operands, _ = rank_operands(
+        SHAPE, exact_layer(SHAPE, scale_block=ON_TARGET.scale_block), 0, torch.device("cpu"), ARCH
+    )
+    x, tokens = model_inputs(exact_tokens(SHAPE, 5))
+    arguments = x, tokens.topk_idx, tokens.topk_weights, operands
+    none_masked, itself = (torch.full((1,), value, dtype=torch.int32) for value in (0, 1))
+    with layer_of() as layer:
+        expected = layer(*arguments)
+        assert torch.equal(layer(*arguments, masked_ranks=none_masked), expected)
+        with pytest.raises(ValueError, match="masked_ranks must leave out other ranks"):
+            layer(*arguments, masked_ranks=itself)
+        with pytest.raises(ValueError, match="masked_ranks must be given to every call"):
+            layer(*arguments)
+        received, handle = layer.dispatch(x, tokens.topk_idx, masked_ranks=none_masked)
+        y = layer.compute(received, operands)
+        for mask, words in ((itself, "must leave out other ranks"), (None, "must be given to")):
+            with pytest.raises(ValueError, match=words):
+                layer.combine(y, handle, tokens.topk_weights, masked_ranks=mask)
+        layer.reset()
+        assert torch.equal(layer(*arguments), expected)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -19,6 +19,9 @@ KINDS = {
     "combine": {"step": "combine", "has_weights": True, "sends_rows": True},
     "fetched": {"step": "combine"},
     "scalars": {"step": "scalars"},
+    "masked": {"step": "dispatch", "token_format": "mxfp8", "masks_ranks": True},
+    "masked_again": {"step": "dispatch", "knows_rows": True, "masks_ranks": True},
+    "masked_combine": {"step": "combine", "sends_rows": True, "masks_ranks": True},
 }
 SM90_EVERYDAY = ("bf16", "combine", "scalars")  # one of each step
 # ranks, experts, top-k, hidden, tokens, received rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +43,18 @@ def places_of(shape: ThroughputShape, topk_idxs: Sequence[torch.Tensor], rank: i
         places.rows += rows
         places.rows += [None] * (-len(rows) % shape.expert_alignment)
     return places
+
+
+def without_masked(
+    shape: ThroughputShape, topk_idxs: Sequence[torch.Tensor], masked: Collection[int]
+) -> list[torch.Tensor]:
+    """topk_idxs as steps take them that leave these ranks out."""
+    owners = torch.arange(shape.num_experts) // shape.num_experts_per_rank
+    is_dead = torch.isin(owners, torch.tensor(sorted(masked), dtype=owners.dtype))
+    return [
+        ids[:0] if rank in masked else ids.where((ids < 0) | ~is_dead[ids], -1)
+        for rank, ids in enumerate(topk_idxs)
+    ]
 
 
 def row_of_slot(

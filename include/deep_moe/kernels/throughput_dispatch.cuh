@@ -22,7 +22,6 @@
 #include "deep_moe/split/throughput_buffer.cuh"
 #include "deep_moe/split/throughput_warps.cuh"
 #include "deep_moe/split/token_block.cuh"
-#include "deep_moe/sync/active_ranks.cuh"
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
@@ -89,9 +88,9 @@ __device__ bool dispatch_place(const ThroughputArgs& args, const ThroughputRanks
     const auto once = [](uint32_t) { return 1; };
     bool have_come = true;
     //~ counts_of_all_awaited
-    have_come = await_arrivals<Config>(WaitSite::split_counts, AllRanks<Config>(), arrivals, once,
+    have_come = await_arrivals<Config>(WaitSite::split_counts, ranks.active(), arrivals, once,
                                        WaitCost(nullptr), waiter, num_counts, group);
-    return have_come && places.sum_up(args, local, ranks.rank_idx(), group, waiter);
+    return have_come && places.sum_up(args, local, ranks.active(), ranks.rank_idx(), group, waiter);
 }
 
 // All threads of the group that fetches, which begins while ranks still share.

@@ -26,6 +26,7 @@ enum class WaitCode : uint32_t {
     reporting = 8,  // a failure whose other fields are still on their way
     rows_elsewhere = 9,
     masked_itself = 10,
+    masked_before = 11,
 };
 
 // In WaitStatus::received: see ExpertCounts::is_uneven.

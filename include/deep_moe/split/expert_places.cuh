@@ -18,6 +18,14 @@
 
 namespace deep_moe {
 
+// Of a rank that has told its counts. A masked rank has none.
+template <class Config>
+__device__ uint32_t tokens_told(const ThroughputBuffer<Config>& local,
+                                const CallRanks<Config>& active, uint32_t rank_idx) {
+    if (!active.contains(rank_idx)) return 0;  //~ masked_has_no_tokens
+    return *local.num_tokens(rank_idx);
+}
+
 // In shared memory.
 template <class Config>
 class ExpertPlaces {
@@ -31,13 +39,14 @@ class ExpertPlaces {
     // The first CTA tells the caller of its own rank's experts, and of all ranks' tokens. False if
     // this rank gave up.
     __device__ bool sum_up(const ThroughputArgs& args, const ThroughputBuffer<Config>& local,
-                           uint32_t rank_idx, const FirstWarps& group, Waiter& waiter) const {
+                           const CallRanks<Config>& active, uint32_t rank_idx,
+                           const FirstWarps& group, Waiter& waiter) const {
         for (uint32_t i = threadIdx.x; i < Config::num_experts; i += group.num_threads) {
-            sum_up_expert(local, rank_idx, i);
+            sum_up_expert(local, active, rank_idx, i);
         }
         if (blockIdx.x == 0) {
             for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += group.num_threads) {
-                const auto num_tokens = static_cast<int32_t>(*local.num_tokens(i));
+                const auto num_tokens = static_cast<int32_t>(tokens_told(local, active, i));
                 args.rank_tokens[i] = num_tokens;  //~ rank_tokens_told
             }
         }
@@ -66,7 +75,8 @@ class ExpertPlaces {
 
  private:
     // How many slots name it, and how many of those stand before each rank's.
-    __device__ void sum_up_expert(const ThroughputBuffer<Config>& local, uint32_t rank_idx,
+    __device__ void sum_up_expert(const ThroughputBuffer<Config>& local,
+                                  const CallRanks<Config>& active, uint32_t rank_idx,
                                   uint32_t expert_idx) const {
         constexpr uint32_t loads_at_once = min(8u, Config::num_ranks);
         const bool is_local = expert_idx / Config::num_experts_per_rank == rank_idx;
@@ -76,7 +86,8 @@ class ExpertPlaces {
             uint32_t counts[loads_at_once];
 #pragma unroll
             for (uint32_t i = 0; i < loads_at_once; ++i) {
-                const bool is_valid = first + i < Config::num_ranks;
+                const bool is_valid = first + i < Config::num_ranks &&
+                                      active.contains(first + i);  //~ masked_total_dropped
                 counts[i] = is_valid ? *local.expert_totals(first + i, expert_idx) : 0;
             }
 #pragma unroll

@@ -79,7 +79,11 @@ class TokenPull {
         const uint32_t source = (blockIdx.x + ranks_.rank_idx() + i) % Config::num_ranks;
         const TokenBlock<Config> block = block_of(source);
         const uint32_t token_idx = block.begin + i / Config::num_ranks;
-        if (token_idx < block.end) pull(source, token_idx);
+        if (token_idx >= block.end) return;
+        if constexpr (Config::masks_ranks && Rows::are_known) {
+            if (!ranks_.active().contains(source)) return clear_token(source, token_idx);
+        }
+        pull(source, token_idx);
     }
 
     // The tokens of a rank that this CTA takes.
@@ -155,6 +159,20 @@ class TokenPull {
                 return args_.recv_scales + uint64_t{slot_row} * Format::num_received_words + column;
             };
             scales.spread(scale_word, slots, row);
+        }
+    }
+
+    // A whole warp: the rows of a token whose rank has been masked since they were counted.
+    __device__ void clear_token(uint32_t source, uint32_t token_idx) const {
+        uint32_t row = not_here;
+        if (ptx::lane_idx() < Config::num_topk) {
+            const uint64_t token = uint64_t{source} * Config::max_tokens_per_rank + token_idx;
+            row =
+                static_cast<uint32_t>(args_.rows_here[token * Config::num_topk + ptx::lane_idx()]);
+        }
+        for (uint32_t left = __ballot_sync(full_warp, row != not_here); left != 0;
+             left &= left - 1) {
+            clear_row(__shfl_sync(full_warp, row, __ffs(left) - 1));  //~ masked_row_cleared
         }
     }
 

@@ -29,7 +29,7 @@ class CountedRows {
     }
 
     __device__ uint32_t num_tokens(uint32_t source) const {
-        return *ranks_.local().num_tokens(source);
+        return tokens_told(ranks_.local(), ranks_.active(), source);
     }
 
     // Behind a local expert's last row.

@@ -117,7 +117,9 @@ class RowSharing {
     }
 
     __device__ PieceBlock<Config> block_of(uint32_t rank_idx) const {
-        return PieceBlock<Config>(static_cast<uint32_t>(args_.rank_tokens[rank_idx]));
+        const bool is_active = ranks_.active().contains(rank_idx);  //~ masked_gets_no_rows
+        return PieceBlock<Config>(is_active ? static_cast<uint32_t>(args_.rank_tokens[rank_idx])
+                                            : 0);
     }
 
     // A whole warp: the largest of all other ranks.
@@ -144,6 +146,14 @@ __device__ void share_scalars(const ThroughputArgs& args, const ThroughputBuffer
     }
 }
 
+// Of a slot's RankRow: whether its row counts. That of a rank which has been masked since the
+// dispatch does not.
+template <class Config>
+__device__ bool has_row(const ThroughputRanks<Config>& ranks, uint32_t word) {
+    return word != RankRow::none &&
+           ranks.active().contains(RankRow::rank_idx(word));  //~ masked_row_dropped
+}
+
 // What `SlotReduction` asks. A whole warp.
 template <class Config>
 __device__ SlotRow returned_row(const ThroughputArgs& args, const ThroughputRanks<Config>& ranks,
@@ -151,7 +161,7 @@ __device__ SlotRow returned_row(const ThroughputArgs& args, const ThroughputRank
     if (ptx::lane_idx() >= Config::num_topk) return {0, 0.0f};
     const uint32_t slot_idx = token_idx * Config::num_topk + ptx::lane_idx();
     const auto word = static_cast<uint32_t>(args.slot_rows[slot_idx]);
-    if (word == RankRow::none) return {0, 0.0f};
+    if (!has_row(ranks, word)) return {0, 0.0f};
     const uint32_t rank_idx = RankRow::rank_idx(word);
     const uint16_t* row;
     if constexpr (!Config::sends_rows) {
@@ -174,7 +184,7 @@ __device__ void fetch_scalars(const ThroughputArgs& args, const ThroughputRanks<
          i < args.num_tokens * Config::num_topk; i += Config::num_ctas * Config::num_threads) {
         const auto word = static_cast<uint32_t>(args.slot_rows[i]);
         float scalar = 0.0f;
-        if (word != RankRow::none) {
+        if (has_row(ranks, word)) {
             scalar = *ranks.of(RankRow::rank_idx(word)).scalars(RankRow::row_idx(word));
         }
         args.slot_scalars[i] = scalar;  //~ scalar_returned

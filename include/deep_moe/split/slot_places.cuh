@@ -78,7 +78,7 @@ class SlotPlaces {
             }
 #pragma unroll
             for (uint32_t i = 0; i < loads_at_once; ++i) {
-                if (first + i * num_threads >= end || !is_routed<Config>(experts[i])) continue;
+                if (first + i * num_threads >= end || !is_used(experts[i])) continue;
                 const auto expert_idx = static_cast<uint32_t>(experts[i]);
                 ptx::red_add_shared(word(expert_idx), 1);  //~ earlier_added
             }
@@ -114,17 +114,20 @@ class SlotPlaces {
     // A whole warp. The counts have an arrival of their own, in front of those of the tokens.
     __device__ void publish() const {
         for (uint32_t i = ptx::lane_idx(); i < Config::num_ranks; i += warp_size) {
+            if (!ranks_.active().contains(i)) continue;  //~ masked_gets_no_tokens
             *ranks_.of(i).num_tokens(ranks_.rank_idx()) = args_.num_tokens;  //~ tokens_told
         }
         for (uint32_t i = ptx::lane_idx(); i < Config::num_experts; i += warp_size) {
             const uint32_t count = ptx::ld_shared_u32(word(i));
             for (uint32_t rank_idx = 0; rank_idx < Config::num_ranks; ++rank_idx) {
+                if (!ranks_.active().contains(rank_idx)) continue;  //~ masked_gets_no_totals
                 *ranks_.of(rank_idx).expert_totals(ranks_.rank_idx(), i) =
                     count;  //~ total_published
             }
         }
         __syncwarp();  // all lanes' stores in front of each release
         for (uint32_t i = ptx::lane_idx(); i < Config::num_ranks; i += warp_size) {
+            if (!ranks_.active().contains(i)) continue;  //~ masked_gets_no_arrival
             ptx::red_add_release_sys(ranks_.of(i).count_arrivals(ranks_.rank_idx()),
                                      1);  //~ totals_released
         }
@@ -133,8 +136,12 @@ class SlotPlaces {
     __device__ uint32_t expert_of(uint32_t slot_idx, uint32_t end) const {
         if (slot_idx >= end) return PlaceAtExpert::none;
         const int64_t expert_idx = load_topk_idx<Config>(args_.topk_idx, slot_idx);
-        if (!is_routed<Config>(expert_idx)) return PlaceAtExpert::none;
+        if (!is_used(expert_idx)) return PlaceAtExpert::none;
         return static_cast<uint32_t>(expert_idx);
+    }
+
+    __device__ bool is_used(int64_t expert_idx) const {
+        return is_routed<Config>(expert_idx, ranks_.active());
     }
 
     __device__ uint32_t word(uint32_t expert_idx) const {

@@ -16,6 +16,10 @@
 //
 // Ranks go through the same steps in the same order; which kind the last one was is kept on the
 // device, so that a CUDA graph may be replayed behind any step.
+//
+// Nothing is told to a masked rank, and nothing awaited from it. So its words and those of the
+// others count different rounds from then on: it is kept on the device, too, who was left out, and
+// a step in which such a rank takes part again is refused until all ranks have been reset.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -53,6 +57,7 @@ class Step {
         told_before_ = ptx::ld_relaxed_gpu(local.units_told());
         const auto last_step = static_cast<StepKind>(ptx::ld_relaxed_gpu(local.last_step()));
         waiter.follow(ptx::ld_relaxed_gpu(local.gave_up()) == 0);
+        if constexpr (Config::masks_ranks) check_mask(local, waiter);
         if (!cta_agrees<Config>(waiter)) return false;
         has_met_ = last_step != kind_;
         if (has_met_) return true;  //~ same_kind_meets
@@ -66,11 +71,13 @@ class Step {
     }
 
     // One thread for each rank, behind a barrier of the threads that have written something: its
-    // CTA of this number may read that. warp: which of the sharing warps tells.
+    // CTA of this number may read that. warp: which of the sharing warps tells. A masked rank is
+    // told nothing.
     //
     // Order: the barrier puts all writes of these threads before the release at sys scope, which
     // covers them.
     __device__ void tell(uint32_t rank_idx, uint32_t warp, uint32_t units) const {
+        if (!ranks_.active().contains(rank_idx)) return;  //~ masked_not_told
         auto* const word = ranks_.of(rank_idx).arrivals(blockIdx.x, ranks_.rank_idx(), warp);
         ptx::red_add_release_sys(word, static_cast<int32_t>(units));  //~ part_released
     }
@@ -100,10 +107,11 @@ class Step {
     }
 
     // One thread, or several independently: until a sharing warp of a rank's CTA, the one of this
-    // number, has told so many units in this round. What the thread acquires a barrier or a vote
-    // passes on.
+    // number, has told so many units in this round; at once if the rank is masked. What the thread
+    // acquires a barrier or a vote passes on.
     __device__ bool await_units(uint32_t rank_idx, uint32_t warp, uint32_t units, Waiter& waiter,
                                 uint32_t cta_idx = blockIdx.x) const {
+        if (!ranks_.active().contains(rank_idx)) return !waiter.aborted();  //~ masked_not_awaited
         const WaitSite site =
             kind_ == StepKind::tokens ? WaitSite::split_tokens : WaitSite::split_contributions;
         const auto* const word = ranks_.local().arrivals(cta_idx, rank_idx, warp);
@@ -147,6 +155,9 @@ class Step {
         if (ptx::warp_idx() != Config::num_threads / warp_size - 1) return false;
         const ThroughputBuffer<Config> local = ranks_.local();
         const bool is_last = grid_gather<Config::num_ctas>(local.gather_counter(), waiter);
+        if constexpr (Config::masks_ranks) {
+            if (is_last) keep_left_out(local);
+        }
         if (!is_last || ptx::lane_idx() != 0) return false;
         //~ rounds_counted
         ptx::st_relaxed_sys(local.units_told(), told_before_ + units_per_round + mark_);
@@ -164,6 +175,32 @@ class Step {
  private:
     static constexpr uint32_t num_streams = sharing_warps<Config>;
     static constexpr uint32_t num_words = Config::num_ranks * num_streams;
+
+    // All threads of a CTA, in front of a barrier that votes: gives up if the rank itself is
+    // masked, or if another one takes part again.
+    __device__ void check_mask(const ThroughputBuffer<Config>& local, Waiter& waiter) const {
+        for (uint32_t i = threadIdx.x; i < Config::num_ranks; i += Config::num_threads) {
+            const bool is_active = ranks_.active().contains(i);
+            if (i == ranks_.rank_idx() && !is_active) {
+                //~ own_mask_refused
+                waiter.fail(WaitCode::masked_itself, WaitSite::none, 0, 0);
+            }
+            if (is_active && ptx::ld_relaxed_gpu(local.left_out(i)) != 0) {
+                RankSet set;
+                set.insert(i);
+                waiter.fail(WaitCode::masked_before, WaitSite::none, 0, 0, set);  //~ return_refused
+            }
+        }
+    }
+
+    // A whole warp of the rank, when all its CTAs have read who was left out before.
+    __device__ void keep_left_out(const ThroughputBuffer<Config>& local) const {
+        for (uint32_t i = ptx::lane_idx(); i < Config::num_ranks; i += warp_size) {
+            if (!ranks_.active().contains(i)) {
+                ptx::st_relaxed_sys(local.left_out(i), 1u);  //~ left_out_kept
+            }
+        }
+    }
 
     const ThroughputRanks<Config>& ranks_;
     StepKind kind_;

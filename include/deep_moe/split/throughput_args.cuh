@@ -45,6 +45,8 @@ struct ThroughputArgs {
     float* slot_scalars;   // [T, topk]
 
     SplitTraceCta* trace;  // [CTAs], zero before the call; null without Config::trace
+    // With Config::masks_ranks only, see sync/active_ranks.cuh. Else null.
+    const uint32_t* masked_ranks;  // [ranks], not zero for masked ranks
 };
 
 }  // namespace deep_moe

@@ -10,6 +10,7 @@
 
 #include "deep_moe/layout/rank_views.cuh"
 #include "deep_moe/split/throughput_args.cuh"
+#include "deep_moe/sync/active_ranks.cuh"
 
 namespace deep_moe {
 
@@ -53,6 +54,10 @@ class ThroughputBuffer {
     __device__ int32_t* count_arrivals(uint32_t rank_idx) const {
         return at<typename Symm::count_arrivals_element>(Symm::count_arrivals_offset) +
                rank_idx;  // [ranks]
+    }
+    // Not zero for a rank that a step since the last reset has left out.
+    __device__ uint32_t* left_out(uint32_t rank_idx) const {
+        return at<typename Symm::left_out_element>(Symm::left_out_offset) + rank_idx;  // [ranks]
     }
 
     // What each source rank tells all ranks: its tokens, and its slots that name each expert.
@@ -103,8 +108,20 @@ class ThroughputBuffer {
     uint64_t base_;
 };
 
+// The buffers of all ranks, and which of the ranks take part in the step.
 template <class Config>
-using ThroughputRanks = RankViews<Config, ThroughputBuffer<Config>, ThroughputArgs>;
+class ThroughputRanks : public RankViews<Config, ThroughputBuffer<Config>, ThroughputArgs> {
+ public:
+    // A whole converged warp.
+    __device__ explicit ThroughputRanks(const ThroughputArgs& args)
+        : RankViews<Config, ThroughputBuffer<Config>, ThroughputArgs>(args),
+          active_(args.masked_ranks) {}
+
+    __device__ const CallRanks<Config>& active() const { return active_; }
+
+ private:
+    CallRanks<Config> active_;
+};
 
 // A slot's expert and its place among the slots of its rank that name this expert, in the order of
 // tokens and slots.

@@ -63,9 +63,8 @@ class ActiveRanks {
     uint64_t high_;  // ranks 64..
 };
 
-// Of a kernel that masks none, as those for many tokens. The fused kernel's machine code must not
-// depend on masks: where a condition that is always true changes it all the same,
-// `if constexpr (Config::masks_ranks)` stands in front.
+// Of a kernel that masks none. Its machine code must not depend on masks: where a condition that is
+// always true changes it all the same, `if constexpr (Config::masks_ranks)` stands in front.
 template <class Config>
 struct AllRanks {
     struct Mask {
@@ -77,7 +76,7 @@ struct AllRanks {
     __device__ constexpr uint32_t count() const { return Config::num_ranks; }
 };
 
-// Those of a fused call, of KernelArgs::masked_ranks.
+// Those of a fused call or a step for many tokens, of the arguments' `masked_ranks`.
 template <class Config>
 using CallRanks = conditional_t<Config::masks_ranks, ActiveRanks<Config>, AllRanks<Config>>;
 

@@ -8,16 +8,18 @@ single run of the compiler.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from .errors import CompileError, MissingPackageError
+from .precompiled_headers import PrecompiledHeaders
 
 # CUTLASS leaves functions unannotated, which are host functions unless -default-device is given.
 # -no-cache: with a driver present NVRTC keeps results of its own, and a kept one has no log.
-# -v makes ptxas report registers and spills; members of a config that one kernel does not use would
-# each give warning 177.
+# -v makes ptxas report registers and spills; members of a config that one kernel does not use and
+# cute's unused helpers would each give warning 177.
 COMPILE_OPTIONS = (
     "-std=c++20",
     "-default-device",
@@ -26,6 +28,22 @@ COMPILE_OPTIONS = (
     "--ptxas-options=-v",
     "-diag-suppress=177",
 )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Of the compiler. failure: its name for it; contents: the results, in the order asked for."""
+
+    failure: str | None
+    contents: list[bytes]
+    log: str
+
+    @property
+    def succeeded(self) -> bool:
+        return self.failure is None
+
+
+_precompiled_headers = PrecompiledHeaders()
 
 
 def compile_to_ptx(
@@ -93,28 +111,34 @@ def compile_results(
     all_options = [f"--gpu-architecture={arch}", *options_with(options)]
     all_options += [f"-I{path}" for path in include_paths]
 
-    program = _checked(
-        nvrtc,
-        nvrtc.nvrtcCreateProgram(
-            source.encode(),
-            name.encode(),
-            len(headers),
-            [text.encode() for text in headers.values()],
-            [header.encode() for header in headers],
-        ),
-    )
-    try:
-        encoded = [option.encode() for option in all_options]
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        log = decoded(_content(nvrtc, program, "ProgramLog"))
-        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise CompileError(
-                f"NVRTC could not compile {name} for {arch} ({status.name})\n"
-                f"options: {' '.join(all_options)}\n{log}"
-            )
-        return [_content(nvrtc, program, what) for what in results], log
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
+    def run(options: Sequence[str]) -> _Run:
+        program = _checked(
+            nvrtc,
+            nvrtc.nvrtcCreateProgram(
+                source.encode(),
+                name.encode(),
+                len(headers),
+                [text.encode() for text in headers.values()],
+                [header.encode() for header in headers],
+            ),
+        )
+        try:
+            encoded = [option.encode() for option in options]
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+            log = decoded(_content(nvrtc, program, "ProgramLog"))
+            if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+                return _Run(status.name, [], log)
+            return _Run(None, [_content(nvrtc, program, what) for what in results], log)
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+
+    last = _precompiled_headers.compile(source, all_options, run)
+    if not last.succeeded:
+        raise CompileError(
+            f"NVRTC could not compile {name} for {arch} ({last.failure})\n"
+            f"options: {' '.join(all_options)}\n{last.log}"
+        )
+    return last.contents, last.log
 
 
 def nvrtc_version() -> tuple[int, int]:

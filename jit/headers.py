@@ -1,7 +1,6 @@
-"""Finds the C++ headers that a kernel is compiled against: ours and CUDA's.
+"""Finds the C++ headers that a kernel is compiled against: ours, CUTLASS's and CUDA's.
 
 Order of search: an explicit environment variable, then Python packages, then a CUDA toolkit.
-CUTLASS's are for others: for kernels of their own, and for formats of their own where it is there.
 
 | variable | points to |
 |---|---|
@@ -41,9 +40,10 @@ class HeaderFolder:
 @dataclass(frozen=True)
 class Headers:
     """Where a kernel's headers come from. `cccl` is the folder that holds `cccl/`, `further` are
-    those of formats that are not part of deep_moe (deep_moe/axes.py), and CUTLASS's if need be."""
+    those of formats that are not part of deep_moe (deep_moe/axes.py)."""
 
     library: HeaderFolder
+    cutlass: HeaderFolder
     cuda: HeaderFolder
     cccl: HeaderFolder
     further: tuple[HeaderFolder, ...] = ()
@@ -54,6 +54,7 @@ class Headers:
         paths = (
             self.library.path,
             *(folder.path for folder in self.further),
+            self.cutlass.path,
             self.cuda.path,
             self.cccl.path / "cccl",
             self.cccl.path,
@@ -62,31 +63,19 @@ class Headers:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        folders = (self.library, *self.further, self.cuda, self.cccl)
+        folders = (self.library, *self.further, self.cutlass, self.cuda, self.cccl)
         return tuple(folder.identity for folder in folders)
 
 
-def find_headers(*, with_cutlass: bool = False) -> Headers:
-    """Locate every header folder. Raises MissingPackageError for the first that is not there.
-
-    with_cutlass: for kernels that include CUTLASS's, as none of deep_moe does.
-    """
+def find_headers() -> Headers:
+    """Locate every header folder. Raises MissingPackageError for the first that is not there."""
     cuda = _find_cuda("CUDA runtime headers", _CUDA_PROBE, "nvidia-cuda-runtime")
     cccl = _find_cuda("CUDA C++ core headers", _CCCL_PROBE, "nvidia-cuda-cccl")
     further = tuple(
         HeaderFolder(path, f"{VALUES_VARIABLE} {tree_digest(path)}")
         for path in (folder / "include" for folder in further_folders())
     )
-    if with_cutlass or further:
-        cutlass = find_cutlass()
-        if cutlass is not None:
-            further = (*further, cutlass)
-        elif with_cutlass:
-            raise MissingPackageError(
-                "CUTLASS headers are not installed; run: pip install nvidia-cutlass "
-                "(or point DEEP_MOE_CUTLASS_INCLUDE to a CUTLASS include folder)"
-            )
-    return Headers(find_library(), cuda, cccl, further)
+    return Headers(find_library(), find_cutlass(), cuda, cccl, further)
 
 
 def library_path() -> Path:
@@ -107,8 +96,7 @@ def find_library() -> HeaderFolder:
     return HeaderFolder(path, f"deep_moe {tree_digest(path)}")
 
 
-def find_cutlass() -> HeaderFolder | None:
-    """CUTLASS's headers, None without. Raises MissingPackageError for a variable that errs."""
+def find_cutlass() -> HeaderFolder:
     for variable, suffix in (("DEEP_MOE_CUTLASS_INCLUDE", ""), ("CUTLASS_PATH", "include")):
         value = os.environ.get(variable)
         if value:
@@ -126,7 +114,10 @@ def find_cutlass() -> HeaderFolder | None:
         path = Path(location, "source", "include")
         if (path / _CUTLASS_PROBE).is_file():
             return HeaderFolder(path, f"cutlass {_cutlass_version(path)}")
-    return None
+    raise MissingPackageError(
+        "CUTLASS headers are not installed; run: pip install nvidia-cutlass "
+        "(or point DEEP_MOE_CUTLASS_INCLUDE to a CUTLASS include folder)"
+    )
 
 
 def tree_digest(folder: Path) -> str:

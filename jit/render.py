@@ -105,6 +105,7 @@ def _mega_moe(config: MegaMoEConfig) -> str:
         layouts.append(_layout_struct("Tmem", config.tmem_layout, "unsigned int"))
     return _template("mega_moe.cu.j2").render(
         arch=config.arch,
+        foreign_headers=target.foreign_headers,
         header=target.header,
         policy_headers=[
             f"deep_moe/weights/{weights.weights}/{target.kernel}.cuh",

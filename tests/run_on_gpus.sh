@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Runs every test that needs a GPU, from a source checkout and with the Python that is there: nothing
 # is installed or built. Wanted: torch with CUDA, pytest, pytest-timeout, pytest-xdist, hypothesis,
-# jinja2, filelock, cuda-bindings, cuda-core, NVRTC and CUDA's headers. With arguments for pytest it
-# runs what they select.
+# jinja2, filelock, cuda-bindings, cuda-core, NVRTC, CUDA's headers, and CUTLASS's, by the package
+# nvidia-cutlass or DEEP_MOE_CUTLASS_INCLUDE. With arguments for pytest it runs what they select.
 #
-#   tests/run_on_gpus.sh
+#   DEEP_MOE_CUTLASS_INCLUDE=/opt/cutlass/include tests/run_on_gpus.sh
 #   tests/run_on_gpus.sh tests/layer/test_gpu_ranks.py -x
 #
 # It prints the commit, and tests/gpu_record.json keeps of each test file at which commit it

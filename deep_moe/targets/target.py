@@ -131,6 +131,8 @@ class Target(ABC):
 
     kernel: namespace of the kernel in the header library, and the beginning of its file's name.
     config: what such a kernel is built from.
+    foreign_headers: what it includes of other libraries that takes long to parse, so that kernels
+    of one process share it (emulator/precompiled_headers.py).
     cluster_size: CTAs of the smallest cluster. smem_capacity: bytes of shared memory that a CTA may
     ask for.
     rates: what such a chip computes and moves.
@@ -148,6 +150,7 @@ class Target(ABC):
 
     kernel: ClassVar[str]
     config: ClassVar[type[MegaMoEConfig]]
+    foreign_headers: ClassVar[tuple[str, ...]] = ()
     cluster_size: ClassVar[int]
     smem_capacity: ClassVar[int]
     rates: ClassVar[ChipRates]

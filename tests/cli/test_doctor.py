@@ -16,7 +16,7 @@ from deep_moe.cli.doctor import Finding, _guarded, _packages
 from deep_moe.cli.packages import REQUIREMENTS
 from deep_moe.errors import DeepMoEError
 from deep_moe.fused import peers
-from deep_moe.jit import driver, headers
+from deep_moe.jit import driver
 from deep_moe.jit.cache import make_key
 from deep_moe.jit.driver import driver_cuda_version
 
@@ -35,11 +35,11 @@ def test_everything_that_a_call_needs_works_here():
         assert found[name]["state"] == "ok", found[name]
 
 
-def test_absent_headers_fail_and_say_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(headers, "_cuda_include_folders", lambda: iter(()))
+def test_absent_cutlass_headers_fail_and_say_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DEEP_MOE_CUTLASS_INCLUDE", "/nowhere")
     finding = findings(exit_code=1)["headers"]
     assert finding["state"] == "missing"
-    assert "pip install 'nvidia-cuda-runtime" in finding["detail"]
+    assert "pip install nvidia-cutlass" in finding["detail"]
 
 
 def test_a_damaged_kernel_is_reported_but_is_no_failure(tmp_path, monkeypatch: pytest.MonkeyPatch):

@@ -298,7 +298,7 @@ extern "C" __global__ void scale(float* data) {
     ptx = compile_to_ptx(
         source,
         arch="sm_90a",
-        include_paths=find_headers(with_cutlass=True).include_paths,
+        include_paths=find_headers().include_paths,
         options=["-std=c++17", "-DNUM=32"],
         headers={"iostream": ""},
     )

@@ -1,7 +1,6 @@
 """Which headers a kernel sees, and what is said when some are missing."""
 
 import importlib.util
-import re
 from pathlib import Path
 
 import pytest
@@ -39,11 +38,12 @@ def test_all_headers_are_found_here() -> None:
     found = find_headers()
     for folder, probe in (
         (found.library, "deep_moe/layout/kernel_args.cuh"),
+        (found.cutlass, "cute/tensor.hpp"),
         (found.cuda, "cuda_fp8.h"),
         (found.cccl, "cccl/cuda/std/cstdint"),
     ):
         assert (folder.path / probe).is_file()
-    assert len(set(found.identities)) == 3
+    assert len(set(found.identities)) == 4
 
 
 def test_any_change_of_our_headers_changes_the_digest(tmp_path: Path) -> None:
@@ -64,20 +64,16 @@ def test_the_include_variable_comes_first(monkeypatch, tmp_path: Path) -> None:
     include = make_cutlass(tmp_path / "chosen")
     monkeypatch.setenv("DEEP_MOE_CUTLASS_INCLUDE", str(include))
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "nowhere"))
-    found = find_cutlass()
-    assert found is not None
-    assert found.path == include
-    assert "4.2.1" in found.identity
+    assert find_cutlass().path == include
+    assert "4.2.1" in find_cutlass().identity
 
 
 def test_a_cutlass_checkout_is_found_and_versioned(monkeypatch, tmp_path: Path) -> None:
     make_cutlass(tmp_path / "cutlass" / "include", minor=7)
     monkeypatch.delenv("DEEP_MOE_CUTLASS_INCLUDE", raising=False)
     monkeypatch.setenv("CUTLASS_PATH", str(tmp_path / "cutlass"))
-    found = find_cutlass()
-    assert found is not None
-    assert found.path == tmp_path / "cutlass" / "include"
-    assert "4.7.1" in found.identity
+    assert find_cutlass().path == tmp_path / "cutlass" / "include"
+    assert "4.7.1" in find_cutlass().identity
 
 
 @pytest.mark.parametrize("variable", ["DEEP_MOE_CUTLASS_INCLUDE", "CUTLASS_PATH"])
@@ -88,61 +84,33 @@ def test_a_wrong_variable_is_an_error_that_names_it(monkeypatch, tmp_path, varia
         find_cutlass()
 
 
-def toolkit(root: Path) -> Path:
-    """The include folder of a CUDA toolkit that has all that is looked for."""
-    include = root / "include"
-    (include / "cccl" / "cuda" / "std").mkdir(parents=True)
-    (include / "cuda_fp8.h").write_text("")
-    (include / "cuda.h").write_text("#define CUDA_VERSION 13010\n")
-    (include / "cccl" / "cuda" / "std" / "cstdint").write_text("")
-    return include
-
-
 @pytest.mark.usefixtures("without_packages")
-def test_only_kernels_of_others_ask_for_cutlass(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_HOME", str(toolkit(tmp_path / "toolkit").parent))
-    values = tmp_path / "values"
-    (values / "deep_moe").mkdir(parents=True)
-    (values / "include").mkdir()
-    monkeypatch.setenv("DEEP_MOE_VALUES", str(values))
-    assert [folder.path for folder in find_headers().further] == [values / "include"]
+def test_missing_cutlass_names_the_package() -> None:
     with pytest.raises(MissingPackageError, match="pip install nvidia-cutlass"):
-        find_headers(with_cutlass=True)
-
-    include = make_cutlass(tmp_path / "cutlass")
-    monkeypatch.setenv("DEEP_MOE_CUTLASS_INCLUDE", str(include))
-    assert [folder.path for folder in find_headers().further] == [values / "include", include]
-    monkeypatch.delenv("DEEP_MOE_VALUES")
-    assert include in find_headers(with_cutlass=True).include_paths
-    assert include not in find_headers().include_paths
-
-
-def test_no_header_of_ours_includes_cutlass() -> None:
-    included = {
-        name
-        for path in find_library().path.rglob("*.cuh")
-        for name in re.findall(r'^ *# *include *[<"](.+)[>"]', path.read_text(), re.MULTILINE)
-    }
-    assert len(included) > 100
-    assert not {name for name in included if name.split("/")[0] in ("cute", "cutlass")}
+        find_cutlass()
 
 
 @pytest.mark.usefixtures("without_packages")
 def test_missing_cuda_headers_name_their_packages(monkeypatch, tmp_path: Path) -> None:
     with pytest.raises(MissingPackageError, match="pip install 'nvidia-cuda-runtime"):
         find_headers()
-    root = tmp_path / "toolkit"
-    (root / "include").mkdir(parents=True)
-    (root / "include" / "cuda_fp8.h").write_text("")
-    monkeypatch.setenv("CUDA_HOME", str(root))
+    toolkit = tmp_path / "toolkit"
+    (toolkit / "include").mkdir(parents=True)
+    (toolkit / "include" / "cuda_fp8.h").write_text("")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
     with pytest.raises(MissingPackageError, match="pip install 'nvidia-cuda-cccl"):
         find_headers()
 
 
 @pytest.mark.usefixtures("without_packages")
 def test_a_toolkit_serves_where_packages_lack(monkeypatch, tmp_path: Path) -> None:
-    include = toolkit(tmp_path / "toolkit")
-    monkeypatch.setenv("CUDA_HOME", str(include.parent))
+    include = tmp_path / "toolkit" / "include"
+    (include / "cccl" / "cuda" / "std").mkdir(parents=True)
+    (include / "cuda_fp8.h").write_text("")
+    (include / "cuda.h").write_text("#define CUDA_VERSION 13010\n")
+    (include / "cccl" / "cuda" / "std" / "cstdint").write_text("")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    monkeypatch.setenv("DEEP_MOE_CUTLASS_INCLUDE", str(make_cutlass(tmp_path / "cutlass")))
     found = find_headers()
     assert found.cuda.path == include
     assert found.cccl.path == include

@@ -98,14 +98,13 @@ def test_the_compiler_is_given_the_options_of_the_key(
 ) -> None:
     """And the architecture, and folders of headers, which are in the key by themselves."""
     given: list[list[str]] = []
-    library = nvrtc.load_nvrtc()
-    compile_it = library.nvrtcCompileProgram
+    compile_it = nvrtc._precompiled_headers.compile
 
-    def note(program, num_options, options):
-        given.append([option.decode() for option in options])
-        return compile_it(program, num_options, options)
+    def note(source, options, run):
+        given.append(list(options))
+        return compile_it(source, options, run)
 
-    monkeypatch.setattr(library, "nvrtcCompileProgram", note)
+    monkeypatch.setattr(nvrtc._precompiled_headers, "compile", note)
     source = 'extern "C" __global__ void kernel() {}'
     kernel = jit.compile_cached(source, arch="sm_90a", kernel="kernel", cache=KernelCache(tmp_path))
     (options,) = given
@@ -167,7 +166,7 @@ def test_names_and_bounds_of_headers_are_in_the_digest(tmp_path: Path) -> None:
     assert len(digests) == len(trees)
 
 
-@pytest.mark.parametrize("which", ["library", "cuda", "cccl"])
+@pytest.mark.parametrize("which", ["library", "cutlass", "cuda", "cccl"])
 def test_other_headers_give_another_key(
     keys: Keys, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
@@ -175,7 +174,7 @@ def test_other_headers_give_another_key(
     found = headers.find_headers()
     folder = headers.HeaderFolder(getattr(found, which).path, "another version")
     changed = headers.Headers(
-        **{n: getattr(found, n) for n in ("library", "cuda", "cccl") if n != which},
+        **{n: getattr(found, n) for n in ("library", "cutlass", "cuda", "cccl") if n != which},
         **{which: folder},
     )
     monkeypatch.setattr(jit, "find_headers", lambda: changed)
@@ -191,7 +190,7 @@ def test_a_changed_file_of_a_cutlass_checkout_is_another_cutlass(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("// text\n")
     monkeypatch.setenv("DEEP_MOE_CUTLASS_INCLUDE", str(tmp_path))
-    before = headers.find_cutlass()
-    assert headers.find_cutlass() == before
+    before = headers.find_cutlass().identity
+    assert headers.find_cutlass().identity == before
     (tmp_path / "cute/atom/deep/copy.hpp").write_text("// another text\n")
-    assert headers.find_cutlass() != before
+    assert headers.find_cutlass().identity != before

@@ -17,6 +17,7 @@ import pytest
 
 from deep_moe import jit
 from deep_moe.activations import Activation
+from deep_moe.emulator.precompiled_headers import HEADER_STOP
 from deep_moe.heuristics import MoEShape
 from deep_moe.jit.cpp_structs import CppStruct, struct
 from deep_moe.jit.kernel_args import TensorMap, WaitStatus
@@ -74,6 +75,12 @@ def small_config(
         fast_math=fast_math,
         overrides=overrides,
     )
+
+
+def foreign_headers(config: MegaMoEConfig) -> str:
+    """The beginning of a rendered kernel that others of a process share, if it has one."""
+    begin, stop, _ = jit.render_kernel(config).partition(HEADER_STOP)
+    return begin + stop if stop else ""
 
 
 def config_struct(config: MegaMoEConfig) -> str:
@@ -224,7 +231,8 @@ class Ranks:
     def _load(self, machine: Machine, source: str, arch: str) -> Module:
         """The compiled kernel, with `Config` between its includes and the rest."""
         includes, _, rest = source.partition("\n\n")
-        text = "\n\n".join((includes, config_struct(self.config), rest))
+        headers = foreign_headers(self.config) + includes
+        text = "\n\n".join((headers, config_struct(self.config), rest))
         compiled = jit.compile_cached(text, arch=arch, kernel="kernel", for_emulator=True)
         return machine.load(compiled.ptx, name="kernel.ptx")
 

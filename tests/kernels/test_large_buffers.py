@@ -10,6 +10,7 @@ import pytest
 
 from deep_moe import jit
 from deep_moe.emulator import Machine
+from deep_moe.emulator.precompiled_headers import HEADER_STOP
 from deep_moe.heuristics import MoEShape
 from deep_moe.heuristics.low_latency import (
     LowLatencyConfig,
@@ -25,7 +26,7 @@ from deep_moe.heuristics.throughput import (
 from deep_moe.jit.render import render_kernel
 from deep_moe.targets import choose_config
 
-from .conftest import config_struct
+from .conftest import config_struct, foreign_headers
 
 GIB = 1 << 30
 BASE = 1 << 40  # nothing is there
@@ -61,7 +62,8 @@ def found_by_kernel(struct: str, buffer: str, calls: list[str]) -> list[int]:
         for i, call in enumerate(calls)
     )
     text = KERNEL.replace("BUFFER", buffer[1]).replace("STORES", stores)
-    text = headers + struct + text
+    begin, stop, rest = struct.partition(HEADER_STOP)
+    text = begin + stop + headers + rest + text if stop else headers + struct + text
     compiled = jit.compile_cached(text, arch="sm_90a", kernel="kernel", for_emulator=True)
     distances = np.zeros(len(calls), np.uint64)
     machine = Machine()
@@ -91,7 +93,11 @@ def test_the_symmetric_buffer() -> None:
     accessors |= {name: (name, -1) for name in ("input_topk_idx", "input_topk_weights")}
     accessors |= {"l1_token_sf": ("l1_token_sf", 2), "l1_topk_weights": ("l1_topk_weights", 1)}
     buffer = ("layout/symm_buffer.cuh", "SymmBuffer<Config>")
-    check(config_struct(config), buffer, places(config.symm_buffer_layout, accessors))
+    check(
+        foreign_headers(config) + config_struct(config),
+        buffer,
+        places(config.symm_buffer_layout, accessors),
+    )
 
 
 @pytest.mark.parametrize("placement", ["ranks", "experts"])

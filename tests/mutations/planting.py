@@ -78,7 +78,8 @@ def text_edit(mutation: Mutation) -> TextEdit:
 
 def plant_into_header(mutation: Mutation, folder: Path) -> headers.HeaderFolder:
     """A copy of the headers with the bug in it. folder: of the test, in that of all tests of this
-    process, where one copy takes another's place."""
+    process, where one copy takes another's place: kernels whose headers have other paths could not
+    share what other libraries' headers come to (emulator/precompiled_headers.py)."""
     include = folder.parent / "planted"
     shutil.rmtree(include, ignore_errors=True)
     shutil.copytree(headers.find_library().path, include)

@@ -26,6 +26,7 @@ class Sm100(Target):
 
     kernel = "sm100"
     config = Sm100Config
+    foreign_headers = ("cute/arch/mma_sm100_desc.hpp",)
     cluster_size = sm100.CLUSTER_SIZE
     smem_capacity = sm100.SMEM_CAPACITY
     # Products as published of another mega kernel, BF16 taken for half of them, E2M1 for twice as

@@ -9,12 +9,6 @@
 
 namespace deep_moe::ptx {
 
-// Codes of operands' formats in instruction descriptors. Each kind of MMA has its own.
-constexpr uint32_t f16_bf16 = 1;
-constexpr uint32_t f8f6f4_e4m3 = 0;  // of mxf8f6f4, too
-constexpr uint32_t f8f6f4_e2m1 = 5;
-constexpr uint32_t mxf4nvf4_e2m1 = 1;
-
 // Reserves `num_columns` (power of two, 32..512) in both CTAs of the pair and writes the address to
 // shared memory. One whole warp, the same one in both CTAs; readers of `dst` need a barrier.
 __device__ __forceinline__ void tcgen05_alloc_cta_group2(uint32_t dst, uint32_t num_columns) {

@@ -301,7 +301,7 @@ def compile_kernel(text: str, example: Example, kernel: str) -> tuple[str, str]:
     replaced = replaced_headers()
     names = [name.encode() for name in replaced]
     contents = [b"#pragma once\n" + content.encode() for content in replaced.values()]
-    headers = find_headers(with_cutlass=True)
+    headers = find_headers()
     options = [
         f"--gpu-architecture={example.arch.replace('sm', 'compute')}",
         *("-std=c++17", "-default-device", "-w", "-lineinfo", "-no-cache"),

@@ -61,12 +61,14 @@ __device__ __forceinline__ void multiply_plain_k_block(const StageDescriptors<Co
         const uint64_t b = advance(tokens, i, mma_k_bytes);
         const bool accumulates = !is_first || i > 0;
         if constexpr (Config::Weights::has_unit_scales) {
-            ptx::tcgen05_mma_cta_group2_f8f6f4(
-                accumulator, a, b, plain_instruction_descriptor(ptx::f8f6f4_e4m3, num_tokens),
-                accumulates);  //~ plain_fp8_mma
+            constexpr auto format = static_cast<uint32_t>(cute::UMMA::MXF8F6F4Format::E4M3);
+            ptx::tcgen05_mma_cta_group2_f8f6f4(accumulator, a, b,
+                                               plain_instruction_descriptor(format, num_tokens),
+                                               accumulates);  //~ plain_fp8_mma
         } else {
+            constexpr auto format = static_cast<uint32_t>(cute::UMMA::F16F32Format::BF16);
             ptx::tcgen05_mma_cta_group2_f16(accumulator, a, b,
-                                            plain_instruction_descriptor(ptx::f16_bf16, num_tokens),
+                                            plain_instruction_descriptor(format, num_tokens),
                                             accumulates);  //~ bf16_mma
         }
     }
@@ -78,13 +80,13 @@ __device__ __forceinline__ void multiply_decoded_k_block(const StageDescriptors<
                                                          uint32_t stage, uint32_t weights,
                                                          uint32_t accumulator, uint32_t num_tokens,
                                                          bool is_first) {
+    constexpr auto format = static_cast<uint32_t>(cute::UMMA::F16F32Format::BF16);
     const uint64_t tokens = advance(first.activations, stage, Config::Smem::activations_stride);
 #pragma unroll
     for (uint32_t i = 0; i < mmas_per_k_block; ++i) {
         ptx::tcgen05_mma_cta_group2_f16_tmem_a(
             accumulator, weights + i * (mma_k_bytes / sizeof(uint32_t)),
-            advance(tokens, i, mma_k_bytes),
-            plain_instruction_descriptor(ptx::f16_bf16, num_tokens),
+            advance(tokens, i, mma_k_bytes), plain_instruction_descriptor(format, num_tokens),
             !is_first || i > 0);  //~ decoded_mma
     }
 }

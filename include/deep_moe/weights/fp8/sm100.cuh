@@ -3,10 +3,10 @@
 #pragma once
 
 #include <cuda/std/cstdint>
+#include <cute/arch/mma_sm100_desc.hpp>
 
 #include "deep_moe/dispatch/sm100_pull_policy.cuh"
 #include "deep_moe/dispatch/token_scale_pull_policy.cuh"
-#include "deep_moe/ptx/tcgen05.cuh"
 
 namespace deep_moe::sm100 {
 
@@ -17,7 +17,7 @@ struct Fp8Weights {
     static constexpr bool is_decoded = false;
     static constexpr uint32_t scale_words_per_k_block = 1;
     static constexpr uint32_t values_per_element = 1;
-    static constexpr uint32_t mma_format = ptx::f8f6f4_e4m3;
+    static constexpr auto mma_format = cute::UMMA::MXF8F6F4Format::E4M3;
 
     // What a load counts on its barrier for so many bytes of shared memory.
     static constexpr uint32_t loaded_bytes(uint32_t smem_bytes) { return smem_bytes; }

@@ -2,13 +2,13 @@
 #pragma once
 
 #include <cuda/std/cstdint>
+#include <cute/arch/mma_sm100_desc.hpp>
 
 #include "deep_moe/dispatch/sm100_pull_policy.cuh"
 #include "deep_moe/experts/sm100/decoded_weights.cuh"
 #include "deep_moe/formats/e2m1_to_bf16.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/permute.cuh"
-#include "deep_moe/ptx/tcgen05.cuh"
 
 namespace deep_moe::sm100 {
 
@@ -19,7 +19,7 @@ struct Mxfp4Weights {
     static constexpr bool is_decoded = false;
     static constexpr uint32_t scale_words_per_k_block = 1;
     static constexpr uint32_t values_per_element = 1;
-    static constexpr uint32_t mma_format = ptx::f8f6f4_e2m1;
+    static constexpr auto mma_format = cute::UMMA::MXF8F6F4Format::E2M1;
 
     // What a load counts on its barrier for so many bytes of shared memory: packed, 16 values are 8
     // bytes, which it spreads over 16.

@@ -137,6 +137,25 @@ def phases(point: Point = ("flash", 1, 128, "mxfp4")) -> str:
     return "\n".join(lines)
 
 
+def recording() -> str:
+    """Calls of one GPU with and without their recording. Events see more of a call than the time
+    inside its kernel, so the difference is the least that recording can take."""
+    columns = [
+        "model",
+        "weights",
+        "tokens",
+        "between events us",
+        "recorded, inside us",
+        "at least longer by us",
+    ]
+    rows = []
+    for one in json.loads(MEASURED_ON_ONE.read_text())["results"]:
+        inside = one["timeline"]["kernel ends"]
+        cells = [f"{us:.1f}" for us in (one["us"], inside, inside - one["us"])]
+        rows.append([one["model"], one["weights"], str(one["tokens"]), *cells])
+    return markdown_table(columns, rows).rstrip()
+
+
 def tiles() -> str:
     """Of one call with each of several numbers of rows."""
     columns = [
@@ -197,7 +216,7 @@ def by_costs() -> tuple[str, str, str]:
 
 
 def main() -> None:
-    print(summary(), table(), tiles(), phases(), *by_costs(), sep="\n\n")
+    print(summary(), table(), tiles(), phases(), recording(), *by_costs(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ B200 = derived(
     hbm_latency_ns=Parameter(207, 0.1, _AS),
     hbm_gb_per_s=Parameter(7100, 0.02, f"{_SA}; {_QR}"),
     cluster_barrier_cycles=Parameter(380, 0.1, _QR),
+    memory_barrier_cycles=Parameter(165, 0.3, f"{_QR}: the GPU's, less 120 to acquire"),
     fence_gpu_cycles=Parameter(285, 0.1, _QR),
     fence_sys_ns=Parameter(900, 1.0, _QR),
     mma_latency_cycles=Parameter(170, 0.15, f"{_SA}: two CTAs, operands in shared memory"),

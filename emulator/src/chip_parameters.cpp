@@ -52,7 +52,7 @@ const std::vector<ChipParameter>& chip_parameters() {
         PARAMETER(barrier_cycles_per_warp),
         PARAMETER(cluster_barrier_cycles),
         PARAMETER(fence_cta_cycles),
-        PARAMETER(fence_proxy_cycles),
+        PARAMETER(memory_barrier_cycles),
         PARAMETER(fence_gpu_cycles),
         PARAMETER(fence_sys_ns),
         PARAMETER(setmaxnreg_cycles),

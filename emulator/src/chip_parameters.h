@@ -40,7 +40,7 @@ struct ChipParameters {
     // synchronisation
     double mbarrier_arrive_cycles = 0, mbarrier_test_cycles = 0, mbarrier_wake_cycles = 0;
     double barrier_cycles = 0, barrier_cycles_per_warp = 0, cluster_barrier_cycles = 0;
-    double fence_cta_cycles = 0, fence_proxy_cycles = 0, fence_gpu_cycles = 0, fence_sys_ns = 0;
+    double fence_cta_cycles = 0, memory_barrier_cycles = 0, fence_gpu_cycles = 0, fence_sys_ns = 0;
     double setmaxnreg_cycles = 0;
     // tensor cores: m64nN with 32 bytes of K
     double mma_cycles_per_n = 0, mma_shared_floor_cycles = 0;  // floor + N / 4 with A in memory

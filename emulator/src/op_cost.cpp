@@ -227,7 +227,9 @@ OpCost cost_of(std::string_view m, const Op& op) {
             if (has(m, "cluster")) cost.kind = OpKind::fence_gpu;
             break;
         case OpKind::fence_proxy:
-            if (has(m, "shared::cta") || has(m, "shared::cluster")) cost.kind = OpKind::fence_cta;
+            // Of one space it is a FENCE.VIEW, without the memory barrier of the generic one.
+            if (has(m, "shared::cta") || has(m, "shared::cluster") || has(m, "global"))
+                cost.kind = OpKind::fence_cta;
             break;
         case OpKind::wgmma:
             cost.size = uint16_t(op.aux >> 12 & 0xfff);

@@ -514,8 +514,10 @@ bool Timing::before(Warp& w, const Op& op, const OpCost& cost) {
     t.arrival = 0;
     if (resumes == Resumes::behind_access) return true;
     // What the thread wrote before has arrived when its release leaves, and the warp waits for it.
-    if (cost.is_release && resumes == Resumes::nowhere)
-        advance(w, fenced(w, cost.reaches_system ? chip.fence_sys_ns : 0), Spent::fence);
+    if (cost.is_release && resumes == Resumes::nowhere &&
+        !wait_and_resume(w, fenced(w, cost.reaches_system ? chip.fence_sys_ns : 0), Spent::fence,
+                         Resumes::behind_fence))
+        return false;
     switch (cost.kind) {
         case OpKind::plain:
         case OpKind::copy:
@@ -549,10 +551,13 @@ bool Timing::before(Warp& w, const Op& op, const OpCost& cost) {
             t.extra += uint32_t(chip.fence_cta_cycles);
             break;
         case OpKind::fence_proxy:
-            t.extra += uint32_t(chip.fence_proxy_cycles);
+            advance(w, fenced(w, 0), Spent::fence);
             break;
         case OpKind::fence_gpu:
-            advance(w, fenced(w, 0), Spent::fence);
+            advance(w,
+                    fenced(w, 0) + cycles(gpu, std::max(0.0, chip.fence_gpu_cycles -
+                                                                 chip.memory_barrier_cycles)),
+                    Spent::fence);
             break;
         case OpKind::fence_sys:
             advance(w, fenced(w, chip.fence_sys_ns), Spent::fence);
@@ -647,13 +652,13 @@ void Timing::after(Warp& w, const Op&, const OpCost& cost, Flow flow) {
 
 // ---- memory
 
-// When a fence that begins now ends: the warp waits until all its writes are known to have arrived.
+// When a memory barrier that begins now ends. One of the GPU leaves when all writes of the warp are
+// known to have arrived. One of the system takes its time while it waits for them.
 Picoseconds Timing::fenced(Warp& w, double system_ns) {
     flush(w);
     const WarpTime& t = *w.timed;
-    const Picoseconds least =
-        system_ns ? ns(system_ns) : cycles(*w.cta->gpu, chip.fence_gpu_cycles);
-    return std::max(t.time + least, t.drained);
+    if (system_ns) return std::max(t.time + ns(system_ns), t.drained);
+    return std::max(t.time, t.drained) + cycles(*w.cta->gpu, chip.memory_barrier_cycles);
 }
 
 DevicePlace Timing::home_of(const Warp& w, uint64_t address) {

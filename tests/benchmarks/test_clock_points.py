@@ -16,6 +16,7 @@ def test_the_page_has_the_tables_of_the_records():
         clock_points.table(),
         clock_points.tiles(),
         clock_points.phases(),
+        clock_points.recording(),
         *clock_points.by_costs(),
     ]:
         assert part in page, "run python -m benchmarks.clock_points"

@@ -292,9 +292,10 @@ st.global.u32 [%rd0], %r0;"""
         assert launch.link_bytes == 16 * 4
 
 
-def write_and_poll(write: str, on: Chip) -> tuple[int, int]:
+def write_and_poll(write: str, on: Chip, is_remote: bool = True) -> tuple[int, int]:
     """How long CTA 0 takes over `write` to what is its peer's at [%p0], and until CTA 1, which the
-    peer's mirror image is, has seen it in its own memory."""
+    peer's mirror image is, has seen it in its own memory. Not is_remote: both CTAs are of a rank
+    whose memory [%p0] is."""
     body = f"""
 mov.u32 %r0, %ctaid.x; setp.ne.u32 %c0, %r0, 0; mov.u32 %r9, 1;
 @%c0 bra again;
@@ -319,7 +320,7 @@ st.global.u64 [%p2+16], %rd2;""".replace("COUNT", str(max(1, write.count(".add."
         machine.load(entry(body, 3)),
         grid=(2, 1, 1),
         block=(1, 1, 1),
-        args=[theirs, own, out],
+        args=[theirs if is_remote else own, own, out],
     )
     machine.run()
     return int(out[1] - out[0]), int(out[2] - out[0])
@@ -363,6 +364,31 @@ def test_a_fence_waits_once_for_all_writes_to_a_peer():
     assert spans[0] == pytest.approx(2 * 3150, abs=20)
     assert spans[1] - spans[0] == pytest.approx(4, abs=4)
     assert spans[2] - spans[0] == pytest.approx(7 * 4, abs=7 * 4)
+
+
+STORE = "st.global.u32 [%p0+64], %r9;"
+RELEASE = "red.release.gpu.global.add.u32 [%p0], %r9;"
+
+
+@pytest.mark.parametrize(
+    ("write", "cycles"),
+    [
+        (RELEASE, 500),
+        (f"{STORE} {RELEASE}", 300 + 500),
+        (f"fence.acq_rel.gpu; {ADD}", 600),
+        (f"{STORE} fence.acq_rel.gpu; {ADD}", 300 + 600),
+        (f"{STORE} fence.proxy.async; {ADD}", 300 + 500),
+        (f"{STORE} fence.proxy.async.global; {ADD}", 10),
+        (f"fence.acq_rel.sys; {ADD}", 1000),
+        (f"{STORE} fence.acq_rel.sys; {ADD}", 1000),
+    ],
+)
+def test_a_memory_barrier_leaves_when_earlier_writes_have_arrived(write: str, cycles: int):
+    """And what is behind it is seen behind it."""
+    on = chip(**LINK, memory_barrier_cycles=500, fence_gpu_cycles=600, fence_cta_cycles=10)
+    took, seen = write_and_poll(write, on, is_remote=False)
+    assert took == pytest.approx(cycles, abs=20)
+    assert cycles < seen < cycles + 300 + POLL + 20
 
 
 def test_a_rank_finds_its_own_ordered_writes_done():

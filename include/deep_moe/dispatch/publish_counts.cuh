@@ -26,8 +26,8 @@ namespace deep_moe {
 // One fence serves many additions, each of which would wait for a remote write if it were a release
 // itself.
 //
-// send_count(expert_idx): as many tokens as the rank has for the expert, in the low word, and in
-// the high one the rank's CTAs, all of which have nothing more to tell.
+// send_count(expert_idx): in the low word the rank's tokens for the expert, in the high word the
+// rank's CTAs that have reported.
 template <class Config, class SendCount>
 __device__ void publish_counts(const RankBuffers<Config>& buffers, const CallRanks<Config>& ranks,
                                uint32_t thread_idx, const SendCount& send_count) {

@@ -19,8 +19,8 @@ visibly = printf '  %s ' "$(1)"; ( $(2) ) & pid=$$!; \
 	while sleep 0.2; kill -0 $$pid 2>/dev/null; do printf .; sleep 1.8; done; \
 	wait $$pid && echo ' done'
 
-.PHONY: demo docs test test-fast test-serving test-exporters test-trainers test-aarch64 test-versions \
-	test-wheel sanitize lint format types clean venv emulator-library
+.PHONY: demo docs test test-fast test-serving test-exporters test-trainers test-compilers test-aarch64 \
+	test-versions test-wheel sanitize lint format types clean venv emulator-library
 
 demo: emulator-library
 	$(BIN)/python examples/demo.py
@@ -46,6 +46,12 @@ test-exporters: $(EXPORTERS)/.ready
 TRAINERS := build/trainers
 test-trainers: $(TRAINERS)/.ready
 	PYTHONPATH=$(CURDIR)/$(TRAINERS) $(BIN)/python -m pytest tests/trainers
+
+# Programs of other languages under warpcheck. CuTe DSL lies in a folder of its package.
+COMPILERS := build/compilers
+test-compilers: emulator-library $(COMPILERS)/.ready
+	PYTHONPATH=$(CURDIR)/$(COMPILERS):$(CURDIR)/$(COMPILERS)/nvidia_cutlass_dsl/dsl_packages \
+		$(BIN)/python -m pytest tests/compilers
 
 build/%/.ready: tests/%/requirements.txt $(READY)
 	@rm -rf build/$*

@@ -1,4 +1,4 @@
-"""Compiles the programs that tests run under the stand-in."""
+"""Compiles and runs the programs of tests under the stand-in."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+from warpcheck.cuda import GpuOptions, ProgramRun, run_program
 
 from deep_moe.emulator import compile_to_ptx
 from deep_moe.jit.headers import find_headers
@@ -43,3 +45,18 @@ def kernels_ptx(arch: str = "sm_90a") -> str:
 
 def nvcc() -> str | None:
     return shutil.which("nvcc")
+
+
+def run_printing(words: list[str], folder: Path, **environment: str) -> tuple[ProgramRun, str]:
+    """What came of a program, and what it printed."""
+    output = folder / "printed.txt"
+    with output.open("w") as stream:
+        result = run_program(
+            words,
+            GpuOptions(sms=4),
+            timeout=300,
+            environment=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
+    return result, output.read_text()

@@ -3,56 +3,19 @@ they ask for machine code, and the stand-in where they hold NVIDIA's runtime."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from warpcheck.cuda import GpuOptions, ProgramRun, run_program
 
-from .building import PROGRAMS, build, kernels_ptx
+from .building import PROGRAMS, build, kernels_ptx, run_printing
 
-TIMEOUT = 300
 ON_X86 = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the jumps of x86-64 are what it reads"
 )
-
-
-def run(words: list[str], tmp_path: Path, **options: str) -> tuple[ProgramRun, str]:
-    output = tmp_path / "printed.txt"
-    with output.open("w") as stream:
-        result = run_program(
-            words,
-            GpuOptions(sms=4),
-            timeout=TIMEOUT,
-            environment={"TRITON_CACHE_DIR": str(tmp_path / "triton"), **options},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-        )
-    return result, output.read_text()
-
-
-@pytest.mark.parametrize(
-    ("program", "package", "launches"),
-    [
-        ("triton_program", "triton", 2),
-        ("cupy_program", "cupy", 5),
-        ("cute_dsl_program", "nvidia_cutlass_dsl", 1),
-        ("tilelang_program", "tilelang", 1),
-    ],
-)
-def test_a_program_runs(program: str, package: str, launches: int, tmp_path: Path):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    if program == "tilelang_program" and not shutil.which("nvcc"):
-        pytest.skip("TileLang needs nvcc")
-    result, printed = run([sys.executable, str(PROGRAMS / f"{program}.py")], tmp_path)
-    assert (result.status, printed[-3:]) == (0, "ok\n"), printed
-    assert (result.findings, result.calls, result.launches) == ((), (), launches)
 
 
 LOADS_A_CUBIN = """
@@ -79,7 +42,7 @@ for text in (b"this one", b"that one", b"other one"):
 def test_a_cubin_has_the_ptx_that_its_compiler_kept_beside_it(tmp_path: Path):
     image = tmp_path / "kernels.ptx"
     image.write_text(kernels_ptx())
-    result, printed = run([sys.executable, "-c", LOADS_A_CUBIN, str(image)], tmp_path)
+    result, printed = run_printing([sys.executable, "-c", LOADS_A_CUBIN, str(image)], tmp_path)
     assert result.status == 0, printed
     # Another cubin, and one without PTX, have none.
     assert [line for line in printed.split("\n") if line.isdecimal()] == ["0", "209", "209"]
@@ -100,7 +63,7 @@ def test_nvcc_is_asked_for_ptx_in_place_of_a_cubin(
 ):
     compiler = tmp_path / "nvcc"
     compiler.symlink_to(shutil.which("echo") or "echo")
-    result, printed = run([str(compiler), *words], tmp_path)
+    result, printed = run_printing([str(compiler), *words], tmp_path)
     assert (result.status, printed.split()) == (0, [*words, *added])
 
 
@@ -126,7 +89,7 @@ def test_cuda_bindings_runtime_is_replaced(tmp_path: Path, monkeypatch: pytest.M
     (own / "sitecustomize.py").write_text("OWN = 'mine'\n")
     paths = [str(own), os.environ.get("PYTHONPATH")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
-    result, printed = run([sys.executable, "-c", USES_THE_RUNTIME], tmp_path)
+    result, printed = run_printing([sys.executable, "-c", USES_THE_RUNTIME], tmp_path)
     assert (result.status, printed.split("\n")[-2]) == (0, "801 mine"), printed
     assert [call.call for call in result.calls] == ["cudaArrayGetInfo"]
 
@@ -149,7 +112,9 @@ def test_the_runtime_in_the_library_of_cute_dsl_is_replaced(tmp_path: Path):
     built = build(PROGRAMS / "cute_dsl_library.cpp", command, ".so")
     library = tmp_path / "libcute_dsl_runtime.so"
     shutil.copy(built, library)
-    result, printed = run([sys.executable, "-c", CALLS_THE_LIBRARY, str(library)], tmp_path)
+    result, printed = run_printing(
+        [sys.executable, "-c", CALLS_THE_LIBRARY, str(library)], tmp_path
+    )
     lines = [line for line in printed.split("\n") if not line.startswith("warpcheck")]
     assert result.status == 0, printed
     assert lines[0] == "0 1"

@@ -242,6 +242,15 @@ def shape_of_weights(sizes: WeightSizes, weights: str, token_format: str) -> MoE
     )
 
 
+def in_words(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of a tensor [.., N] as larger values, in its memory if that may be read so: an
+    expert may begin at any byte of a buffer that holds other things, too."""
+    whole = tensor.contiguous()
+    if whole.storage_offset() * whole.element_size() % dtype.itemsize:
+        whole = contiguous_copy(whole)
+    return whole.view(dtype)
+
+
 def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 

@@ -6,7 +6,9 @@ import weakref
 import pytest
 import torch
 
-from deep_moe.targets import target_of_device
+from deep_moe.heuristics import MoEShape
+from deep_moe.targets import TARGETS, target_of_device
+from deep_moe.trial.synthetic import random_layer as random_layer_of
 from deep_moe.weights.layers import MegaMoEWeights
 from deep_moe.weights.transform import (
     empty_weights_for_mega_moe,
@@ -83,6 +85,36 @@ def test_strided_sources_give_the_same_result(weights):
     again = transform_weights_for_mega_moe(*strided)
     for expected, tensor in zip([*plain.l1, *plain.l2], [*again.l1, *again.l2], strict=True):
         assert torch.equal(expected, tensor)
+
+
+@pytest.mark.parametrize(
+    ("arch", "weights", "token_format", "scale_block"),
+    [
+        (arch, own.weights, own.token_format, own.scale_block)
+        for arch in ("sm_90a", "sm_100a")
+        for own in TARGETS[arch].weights
+    ],
+)
+def test_sources_at_odd_places_give_the_same_result(arch, weights, token_format, scale_block):
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        """One value further on, and experts that are one value further apart."""
+        flat = tensor.flatten(1)
+        memory = flat.new_zeros((flat.shape[0], flat.shape[1] + 1))
+        memory[:, 1:] = flat
+        return memory[:, 1:].unflatten(1, tensor.shape[1:])
+
+    shape = MoEShape(1, 2, 1, 256, 128, 1, weights=weights, token_format=token_format)
+    layer = random_layer_of(shape, scale_block=scale_block)
+    layers = layer.l1, layer.l2
+    again = [
+        tuple(moved(tensor) if tensor.numel() else tensor for tensor in layer) for layer in layers
+    ]
+    results = [
+        transform_weights_for_mega_moe(*own, arch, weights=weights, token_format=token_format)
+        for own in (layers, again)
+    ]
+    for expected, tensor in zip(*(result.tensors for result in results), strict=True):
+        assert torch.equal(expected.view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize("function", [transform_weights_for_mega_moe, inverse_transform_weights])

@@ -19,6 +19,7 @@ import torch
 
 from deep_moe.targets.sm90.decoded_blocks import NibbleBlocks, Rows
 
+from ..layers import in_words
 from .format import group_size
 
 MAX_SCALE = 2.0**121  # so that a row's factor is a float32
@@ -43,7 +44,7 @@ class Int4Blocks(NibbleBlocks):
             raise ValueError(
                 f"{name} must have scales of at most 2^121; got {sf.abs().max().item():.6g}"
             )
-        words = weight.contiguous().view(torch.int64)
+        words = in_words(weight, torch.int64)
         size = group_size(2 * weight.shape[1], sf.shape[1])
         factors = _factors(sf)
         multipliers = (sf.double() * (_UNITS / factors.double()).unsqueeze(-1)).bfloat16()

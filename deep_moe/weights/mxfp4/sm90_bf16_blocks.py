@@ -17,6 +17,7 @@ from deep_moe.targets.sm90.decoded_blocks import Rows
 from deep_moe.targets.sm90.e2m1_blocks import E2m1Blocks
 from deep_moe.targets.sm90.ue8m0_scales import PowersOfTwo
 
+from ..layers import in_words
 from .sm90_e5m2_blocks import is_zero_group
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Mxfp4Blocks(E2m1Blocks):
 
     def split(self, layer: LayerTensors, name: str, *, num_matrices: int) -> Rows:
         weight, sf = layer
-        words = weight.contiguous().view(torch.int64)
+        words = in_words(weight, torch.int64)
         scales = sf.contiguous().view(torch.uint8)
 
         def is_zero(rows: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,8 @@ import torch
 from deep_moe.targets.sm90.decoded_blocks import swap_bits
 from deep_moe.targets.sm90.rows import BLOCK_N, PART_N, RowsOf, by_slot, e4m3_rows_by_slot
 
+from ..layers import in_words
+
 BLOCK_K = 128
 BLOCK_BYTES = 17408
 NIBBLE_BYTES = 8192  # of a warpgroup's part
@@ -66,7 +68,7 @@ def shuffle_layer(
     the layer in an error.
     """
     for expert_idx, (blocks, factors) in enumerate(zip(*out, strict=True)):
-        words = weight[expert_idx].contiguous().view(torch.int32)
+        words = in_words(weight[expert_idx], torch.int32)
         scales = sf[expert_idx].contiguous().view(torch.uint8)
         base, shifts = _split_scales(words, scales, f"{name}: expert {expert_idx}")
         row_factors = (base.int() + DECODE_EXPONENT << 23).view(torch.float32)

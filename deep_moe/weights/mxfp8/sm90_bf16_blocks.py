@@ -17,6 +17,7 @@ from deep_moe.targets.sm90.decoded_blocks import DecodedBlocks, Rows
 from deep_moe.targets.sm90.ue8m0_scales import PowersOfTwo
 
 from ..fp8.format import scale_bytes_of
+from ..layers import in_words
 
 if TYPE_CHECKING:
     from ..layers import LayerTensors
@@ -40,7 +41,8 @@ class Mxfp8Blocks(DecodedBlocks):
             return ((groups & E4M3_NAN) == 0).all(dim=-1)
 
         factors, multipliers = SCALES.split(scales, is_zero, name)
-        return Rows(values.view(torch.int64).unflatten(1, (-1, 2)), multipliers, factors)
+        words = in_words(values, torch.int64).unflatten(1, (-1, 2))
+        return Rows(words, multipliers, factors)
 
     def joined(self, rows: Rows, *, num_matrices: int) -> LayerTensors:
         scales = SCALES.joined(rows.factors, rows.multipliers)

@@ -115,9 +115,11 @@ def _lay_out(
 
     from deep_moe.targets.sm100.layout import permute_sf_rows
 
+    from ..layers import in_words
+
     assert layer.global_sf is not None
     out.weight.copy_(in_order(layer.weight.view(torch.int8)))
-    words = layer.sf.contiguous().view(torch.uint8).view(torch.int32)
+    words = in_words(layer.sf, torch.int32)
     num_words = words.shape[2]
     out.sf[:, :num_words] = permute_sf_rows(in_order(words))
     out.sf[:, num_words:-1] = 0

@@ -20,6 +20,8 @@ from deep_moe.formats.nvfp4 import GROUP_SIZE
 from deep_moe.targets.sm90.decoded_blocks import Rows
 from deep_moe.targets.sm90.e2m1_blocks import E2m1Blocks
 
+from ..layers import in_words
+
 if TYPE_CHECKING:
     from ..layers import LayerTensors
 
@@ -41,7 +43,7 @@ class Nvfp4Blocks(E2m1Blocks):
                 f"{name} must have scales of matrices of at most 2^120 with tokens in BF16; got "
                 f"{global_sf.max().item():.6g}"
             )
-        words = weight.contiguous().view(torch.int64)
+        words = in_words(weight, torch.int64)
         scales = sf.contiguous().view(torch.uint8)
         is_zero = scales == 0
         if bool(is_zero.any()):

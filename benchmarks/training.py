@@ -38,8 +38,10 @@ routed slots, without padding, and the time called from Python.
 liger's symmetric memory.
 
 With `--accumulate N` a step has N forward and backward passes, called from Python, and PyTorch adds
-up their weights' gradients in `.grad`. Frozen paths enter and leave `frozen_weights` in each step:
-`end_ms` is how long its end takes, and `passes_ms` is the rest.
+up their weights' gradients in `.grad`. Two paths more, `fused-wgrad` and `frozen-fused-wgrad`, are
+fp8-wgrad and frozen-wgrad with fuse_wgrad_accumulation=True. With `--main-grad` all paths add up in
+float32 `main_grad`, which a step sets to zero first. Frozen paths enter and leave `frozen_weights`
+in each step: `end_ms` is how long its end takes, and `passes_ms` is the rest.
 """
 
 from __future__ import annotations
@@ -75,6 +77,8 @@ LABELS = {  # of paths, in tables
     "frozen": '`"fp8"`, frozen',
     "frozen-dgrad": '`"fp8_dgrad"`, frozen',
     "frozen-wgrad": '`"fp8_wgrad"`, frozen',
+    "fused-wgrad": '`"fp8_wgrad"`, fused sums',
+    "frozen-fused-wgrad": '`"fp8_wgrad"`, frozen, fused sums',
     "plain": "plain layer",
 }
 
@@ -105,7 +109,12 @@ FROZEN_PATHS = {"frozen": "fp8", "frozen-dgrad": "fp8_dgrad", "frozen-wgrad": "f
 FP8_PATHS = (*FP8_LAYERS, *FROZEN_PATHS)
 PATHS = ("ours", "separate", "recompute", "mxfp8", *FP8_PATHS, "plain", "products")
 RESULTS = ("out", "x", "topk_weights", "w13", "w2")  # of a step: the output and gradients
-ACCUMULATING = {"ours": "bf16", **FP8_LAYERS, **FROZEN_PATHS}  # paths and their precisions
+FUSED_PATHS = ("fused-wgrad", "frozen-fused-wgrad")  # in steps of several passes alone
+ACCUMULATING: dict[str, dict[str, Any]] = {  # paths of these and their options
+    "ours": {},
+    **{name: {"precision": value} for name, value in (FP8_LAYERS | FROZEN_PATHS).items()},
+    **{name: {"precision": "fp8_wgrad", "fuse_wgrad_accumulation": True} for name in FUSED_PATHS},
+}
 QUACK_PATHS = {"quack": {"tuned": False}, "quack-tuned": {"tuned": True}}
 LIBRARY_PATHS = (*QUACK_PATHS, "liger")
 # As norms, how far from the plain layer's: BF16 rounds all a few times. Liger's kernels add up
@@ -203,24 +212,33 @@ class Case:
 
         return self.step(layer, self.w13, self.w2)
 
-    def accumulating_step(self, path: str, num_passes: int) -> Step:
+    def accumulating_step(self, path: str, num_passes: int, *, has_main_grad: bool = False) -> Step:
         """Passes between two steps of an optimizer, as `forward`, and as `backward` the end of
-        `frozen_weights`, where the path is frozen."""
+        `frozen_weights`, where the path is frozen. has_main_grad: sums are float32."""
         weights = (self.w13, self.w2)
+        options = ACCUMULATING[path]
 
         def passes() -> ExitStack:
             stack = ExitStack()
-            if path in FROZEN_PATHS:
+            if path.startswith("frozen"):
                 stack.enter_context(deep_moe.frozen_weights(*weights))
             for weight in weights:
                 weight.grad = None
+                if has_main_grad:
+                    weight.main_grad = torch.zeros_like(  # type: ignore[attr-defined]
+                        weight, dtype=torch.float32
+                    )
             for _ in range(num_passes):
                 x, topk_weights = (
                     tensor.detach().requires_grad_() for tensor in (self.x, self.topk_weights)
                 )
                 given = (x, self.topk_idx, topk_weights, self.w13, None, self.w2)
-                out = deep_moe.moe(*given, precision=ACCUMULATING[path])  # type: ignore[arg-type]
+                out = deep_moe.moe(*given, **options)
                 out.backward(self.d_out)
+                for weight in weights:
+                    if has_main_grad and weight.grad is not None:
+                        weight.main_grad.add_(weight.grad)  # type: ignore[attr-defined]
+                        weight.grad = None
             return stack
 
         return Step(passes, lambda stack: stack.close())
@@ -444,14 +462,23 @@ def _measured(
 
 
 def measure_accumulating(
-    case: Case, num_rounds: int, wanted: Sequence[str], num_passes: int
+    case: Case,
+    num_rounds: int,
+    wanted: Sequence[str],
+    num_passes: int,
+    *,
+    has_main_grad: bool = False,
 ) -> dict[str, dict[str, float]]:
     """By path, of steps of so many passes: milliseconds (medians), tflops, peak_gib."""
-    steps = {name: case.accumulating_step(name, num_passes) for name in wanted}
+    steps = {
+        name: case.accumulating_step(name, num_passes, has_main_grad=has_main_grad)
+        for name in wanted
+    }
     results: dict[str, dict[str, float]] = {}
     for name, step in steps.items():
         step()  # compiles, and fills caches
-        case.w13.grad = case.w2.grad = None
+        for weight in (case.w13, case.w2):
+            weight.grad = weight.main_grad = None  # type: ignore[attr-defined]
         results[name] = {"peak_gib": peak_gib(step)}
     for name, found in times(steps, num_rounds).items():
         results[name] |= {
@@ -495,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--paths",
         nargs="+",
-        choices=[*PATHS, *LIBRARY_PATHS],
+        choices=[*PATHS, *FUSED_PATHS, *LIBRARY_PATHS],
         help="default: all but the libraries', and fp8's where the GPU has products for them",
     )
     parser.add_argument("--rounds", type=int, default=20)
@@ -505,6 +532,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="time steps of N passes, of ours and the paths of FP8, in place of single passes",
     )
+    parser.add_argument(
+        "--main-grad",
+        action="store_true",
+        help="with --accumulate: gradients are added up in float32",
+    )
     parser.add_argument("--commit", help="of the sources, where git cannot tell")
     parser.add_argument("--json", type=Path, help="where to write the report")
     options = parser.parse_args(arguments)
@@ -513,6 +545,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"--accumulate must be at least 1; got {options.accumulate}")
         if refused := set(options.paths or ()) - set(ACCUMULATING):
             parser.error(f"--accumulate has no paths {', '.join(sorted(refused))}")
+    elif refused := set(options.paths or ()) & set(FUSED_PATHS):
+        parser.error(f"paths {', '.join(sorted(refused))} go with --accumulate")
+    elif options.main_grad:
+        parser.error("--main-grad goes with --accumulate")
     if not torch.cuda.is_available():
         print("benchmarks.training needs a GPU", file=sys.stderr)
         return 1
@@ -524,13 +560,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paths = options.paths or default_paths(torch.cuda.get_device_capability())
     if options.accumulate is not None:
         paths = [path for path in paths if path in ACCUMULATING]
+        if options.paths is None and "fp8-wgrad" in paths:
+            paths += FUSED_PATHS
     with ExitStack() as stack:
         if "liger" in paths:
             device = torch.device("cuda", torch.cuda.current_device())
             stack.enter_context(liger_layer.runtime(device))
         for name in options.models:
             for num_tokens in options.tokens:
-                entry = entry_of(name, num_tokens, options.rounds, paths, options.accumulate)
+                entry = entry_of(
+                    name,
+                    num_tokens,
+                    options.rounds,
+                    paths,
+                    options.accumulate,
+                    has_main_grad=options.main_grad,
+                )
                 report["results"].append(entry)
                 print(lines(entry), flush=True)
                 if options.json is not None:
@@ -544,6 +589,8 @@ def entry_of(
     num_rounds: int,
     paths: Sequence[str],
     num_passes: int | None = None,
+    *,
+    has_main_grad: bool = False,
 ) -> dict[str, Any]:
     """A model's results at one number of tokens, of steps of so many passes, or of single ones."""
     model = MODELS[name]
@@ -554,7 +601,11 @@ def entry_of(
         sizes, results = {"tokens": num_tokens}, measure(case, num_rounds, paths)
     else:
         sizes = {"tokens": num_tokens, "accumulate": num_passes}
-        results = measure_accumulating(case, num_rounds, paths, num_passes)
+        if has_main_grad:
+            sizes["main_grad"] = True
+        results = measure_accumulating(
+            case, num_rounds, paths, num_passes, has_main_grad=has_main_grad
+        )
     del case
     torch.cuda.empty_cache()
     return {"model": name, **asdict(model), **sizes, "paths": results}

@@ -17,7 +17,8 @@ class GroupedProductConfig(TrainingConfig):
     """Products of E4M3 on SM90, in tiles of block_m rows and block_n columns.
 
     cluster_size: CTAs that share copies of weights. sums_rows: K are the rows of each expert, as
-    gradients of weights have it.
+    gradients of weights have it. adds: to what y holds, in place of writing it. y_bytes: of a
+    value, 2 for BF16, 4 for float32 that is added to.
 
     >>> config = GroupedProductConfig(arch="sm_90a")
     >>> config.num_threads, config.smem_bytes
@@ -36,11 +37,13 @@ class GroupedProductConfig(TrainingConfig):
     num_stages: int = 3
     cluster_size: int = 2
     sums_rows: bool = False
+    adds: bool = False
+    y_bytes: int = 2
 
     @property
     def smem_bytes(self) -> int:
         """Stages, the factors of rows and two mbarriers for each, results of 16 rows for each math
-        warp, and headers of tiles."""
+        warp, in BF16 or half of them in float32, and headers of tiles."""
         operands = (self.block_m + self.block_n) * self.block_k
         factors = self.block_n // K_GROUP * self.block_m * 4
         results = self.num_math_warps * 16 * (self.block_n * 2 + 64)

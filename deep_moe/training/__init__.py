@@ -9,6 +9,7 @@
     steps        what happens between products: plain_steps in PyTorch, kernel_steps in our kernels
     products     what PyTorch multiplies
     grouped_product  our own product of quantized rows and weights
+    wgrad_accumulation  where a backward pass adds gradients of weights up itself
     frozen       a context in which passes quantize weights once, and kept_weights, what they share
     quantized_activation  the step between two of these, as a call
     quantized    rows and weights as E4M3 with scales

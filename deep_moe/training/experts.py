@@ -87,6 +87,16 @@ class Transposed:
 
 
 @dataclass(frozen=True)
+class WeightSums:
+    """What the gradients of `Weights` are added to, in their shapes, with any strides. None for one
+    that is made anew."""
+
+    gate: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Gradients:
     """None where nobody wants one. x: [tokens, H]. topk_weights: [tokens, topk]."""
 
@@ -140,17 +150,20 @@ class Experts:
         linear1: Linear1 | None,
         *,
         transposed: Transposed | None = None,
+        sums: WeightSums | None = None,
         needs_x: bool = True,
         needs_weights: bool = True,
         needs_biases: bool = True,
     ) -> Gradients:
         """d_out, x, topk_weights: of this rank's tokens. received: of x, or None to receive it
         again; linear1: what `forward` returned, perhaps quantized, or None to make it again;
-        transposed: what `forward` returned, or None to quantize weights again.
+        transposed: what `forward` returned, or None to quantize weights again. sums: what gradients
+        of weights are added to; those are then returned.
         Products are those of the weights as they are, whatever the forward pass rounded them to,
         but for those of quantized gradients."""
         weights, steps, rows = self.weights, self.steps, ways.rows
         offs = rows.offs
+        sums = WeightSums() if sums is None else sums
         if received is None and (linear1 is None or needs_weights):
             received = ways.receive(x)
         if linear1 is None:
@@ -205,23 +218,29 @@ class Experts:
             assert d_columns is not None
             columns = steps.quantize_columns(weighted, rows)
             del weighted, d_rows
-            d_down = steps.quantized_weight_gradient(columns, d_columns, rows)
+            d_down = steps.quantized_weight_gradient(columns, d_columns, rows, sums=sums.down)
             del columns, d_columns
             both = [steps.quantize_both(half, rows) for half in d_halves]
             d_halves = tuple(quantized for quantized, _ in both)
             assert received is not None
             columns = ways.gather_columns(received)
             del received
-            d_gate_up = [steps.quantized_weight_gradient(columns, half, rows) for _, half in both]
+            d_gate_up = [
+                steps.quantized_weight_gradient(columns, half, rows, sums=of)
+                for (_, half), of in zip(both, (sums.gate, sums.up), strict=False)
+            ]
             del columns, both
         elif needs_weights:
             assert d_rows is not None
-            d_down = grouped_weight_gradient(weighted, d_rows, offs)
+            d_down = _added(grouped_weight_gradient(weighted, d_rows, offs), sums.down)
             del weighted, d_rows
             assert received is not None
             gathered = ways.gather(received)
             del received
-            d_gate_up = [grouped_weight_gradient(gathered, half, offs) for half in d_halves]
+            d_gate_up = [
+                _added(grouped_weight_gradient(gathered, half, offs), of)
+                for half, of in zip(d_halves, (sums.gate, sums.up), strict=False)
+            ]
             del gathered
         else:
             del weighted, d_rows
@@ -374,6 +393,10 @@ class Experts:
             expert_sums(d_up, rows.offs),
             expert_sums(d_rows, rows.offs, weights),
         )
+
+
+def _added(gradient: torch.Tensor, sums: torch.Tensor | None) -> torch.Tensor:
+    return gradient if sums is None else sums.add_(gradient)
 
 
 def widened(biases: Biases, dtype: torch.dtype) -> Biases:

@@ -50,6 +50,7 @@ def moe(
     max_recv_slots: int | None = None,
     keep_received: bool = False,
     quantize_kept: bool = False,
+    fuse_wgrad_accumulation: bool = False,
     arch: str | None = None,
     forward: Forward = "training",
     sym_buffer: SymmBuffer | None = None,
@@ -106,6 +107,12 @@ def moe(
         quantize_kept: keep Linear1's output as E4M3 with a float32 scale per 128 values, in little
             more than half the memory. The layer's output is the same; gradients see the rounding.
             For bfloat16 layers whose intermediate size is a multiple of 128, without recompute.
+        fuse_wgrad_accumulation: the backward pass adds gradients of w1, w3 and w2 itself: to a
+            weight's `main_grad`, if it has that attribute (as Megatron-core's parameters have), or
+            else to its `.grad`. With "fp8_wgrad" the products add while they store, so no gradient
+            is written and read again. PyTorch gets no gradient then. Where there is no `main_grad`
+            and no `.grad`, the gradient is returned to PyTorch. `main_grad` is float32 or of the
+            weight's type. Weights are leaves, as parameters are, or their transposed views.
         arch: on a CPU, None for the layer's steps in PyTorch, or a target's name, whose kernels
             then run in the emulator; on a GPU its own target or None. Products that do not multiply
             E4M3 are PyTorch's everywhere.
@@ -124,7 +131,7 @@ def moe(
 
     On one rank and over an `AllToAll` no host waits for a GPU, and CUDA graphs capture both passes.
     With a process group the host waits once in a forward pass, for the numbers of slots to send.
-    With any group, `torch.compile` breaks its graph at the layer.
+    With any group, or with fuse_wgrad_accumulation, `torch.compile` breaks its graph at the layer.
 
     To check gradients, pass float64 in place of bfloat16 and float32, with precision "bf16": this
     runs in PyTorch alone. Equal inputs give equal bits, gradients included.
@@ -134,7 +141,8 @@ def moe(
         ValueError: an argument has a value, shape, dtype or device that is not allowed; the text
             names it.
         RuntimeError: over a process group, a rank would receive more than max_recv_slots. Nothing
-            was sent.
+            was sent. Or, in a backward pass with fuse_wgrad_accumulation, somebody asks PyTorch for
+            a weight's gradient, or for gradients of gradients.
         MegaMoEError: over an `AllToAll`, a rank would receive more than its max_recv_rows, or a
             kernel gave up.
     """
@@ -142,6 +150,7 @@ def moe(
     require_type("recompute", recompute, bool, "a bool")
     require_type("keep_received", keep_received, bool, "a bool")
     require_type("quantize_kept", quantize_kept, bool, "a bool")
+    require_type("fuse_wgrad_accumulation", fuse_wgrad_accumulation, bool, "a bool")
     if forward not in get_args(Forward):
         raise ValueError(f"forward must be 'training' or 'serving'; got {forward!r}")
     kind = gated_activation_of(activation, activation_clamp)
@@ -150,6 +159,7 @@ def moe(
     if forward == "serving":
         refused = {"precision": (precision, "bf16"), "keep_received": (keep_received, False)}
         refused["quantize_kept"] = (quantize_kept, False)
+        refused["fuse_wgrad_accumulation"] = (fuse_wgrad_accumulation, False)
         for name, (given, allowed) in refused.items():
             if given != allowed:
                 raise ValueError(
@@ -165,14 +175,14 @@ def moe(
     if precision in FP8_DATA_GRADIENTS and not torch.is_grad_enabled():
         # Nobody asks for what it has besides.
         options = (options[0], "fp8", options[2])
-    if group is not None:
+    if group is None and (max_recv_slots is not None or keep_received):
+        raise ValueError("max_recv_slots and keep_received go with a group; got no group")
+    if group is not None or fuse_wgrad_accumulation:
         from .expert_parallel import Options, expert_parallel_moe
 
-        kept = Options(*options, recompute, keep_received, quantize_kept)
+        kept = Options(*options, recompute, keep_received, quantize_kept, fuse_wgrad_accumulation)
         inputs = (x, topk_idx, topk_weights, parameters)
         return expert_parallel_moe(group, max_recv_slots, kept, *inputs)
-    if max_recv_slots is not None or keep_received:
-        raise ValueError("max_recv_slots and keep_received go with a group; got no group")
     kept_options = (recompute, quantize_kept)
     out: torch.Tensor = moe_op(x, topk_idx, topk_weights, *parameters, *options, *kept_options)[0]
     return out
@@ -197,11 +207,17 @@ def _serving_moe(
     assert w2 is not None
     if group is None and max_recv_slots is not None:
         raise ValueError(f"max_recv_slots goes with a group; got {max_recv_slots} and no group")
-    exchange = None if group is None else exchange_over(group, max_recv_slots)
+    exchange = exchange_over(group, max_recv_slots)
     buffer = check_serving(
         sym_buffer, num_ranks_of(group), x, topk_idx, w1, w2, biases=b1 is not None
     )
-    given = Options(*options, recompute=True, keep_received=False, quantize_kept=False)
+    given = Options(
+        *options,
+        recompute=True,
+        keep_received=False,
+        quantize_kept=False,
+        fuse_wgrad_accumulation=False,
+    )
     return serving_moe(buffer, exchange, given, x, topk_idx, topk_weights, parameters)
 
 

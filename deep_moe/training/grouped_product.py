@@ -162,10 +162,15 @@ def sum_rows(
     out: torch.Tensor,
     gpu: Gpu | None,
     arch: str,
+    *,
+    adds: bool = False,
 ) -> None:
     """Sums over each expert's rows of x[row][i] * d_y[row][j]: bfloat16 out [experts, K, N].
-    expert_end: int32 [experts], where its rows end, which begin where those before end."""
-    config = config_of(GroupedProductConfig, sums_rows=True, arch=arch)
+    expert_end: int32 [experts], where its rows end, which begin where those before end. adds: to
+    what out holds, which may be float32 then; sums are rounded to out's type before."""
+    config = config_of(
+        GroupedProductConfig, sums_rows=True, adds=adds, y_bytes=out.element_size(), arch=arch
+    )
     num_experts, num_rows, num_columns = out.shape
     max_ctas = config.max_ctas(num_rows, num_experts, num_columns)
     num_ctas = min(max_ctas, _EMULATED_CTAS if gpu is None else gpu.num_sms)

@@ -434,12 +434,23 @@ class KernelSteps:
         return columns
 
     def quantized_weight_gradient(
-        self, inputs: QuantizedColumns, d_outputs: QuantizedColumns, rows: Rows
+        self,
+        inputs: QuantizedColumns,
+        d_outputs: QuantizedColumns,
+        rows: Rows,
+        *,
+        sums: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if sums is not None and not sums.is_contiguous() and sums.mT.is_contiguous():
+            self.quantized_weight_gradient(d_outputs, inputs, rows, sums=sums.mT)
+            return sums
+        if sums is not None and sums.is_contiguous() and sums.data_ptr() % 16 == 0:
+            sum_rows(inputs, d_outputs, rows.offs, sums, self.gpu, self.arch, adds=True)
+            return sums
         sizes = inputs.values.shape[1], d_outputs.values.shape[1]
         gradient = inputs.values.new_empty(rows.offs.shape[0], *sizes, dtype=torch.bfloat16)
         sum_rows(inputs, d_outputs, rows.offs, gradient, self.gpu, self.arch)
-        return gradient
+        return gradient if sums is None else sums.add_(gradient)
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:
         rounded = torch.empty_like(weights)

@@ -53,6 +53,7 @@ class MoELayer(nn.Module):
         max_recv_slots: as in `deep_moe.moe`.
         keep_received: as in `deep_moe.moe`.
         quantize_kept: as in `deep_moe.moe`.
+        fuse_wgrad_accumulation: as in `deep_moe.moe`.
         arch: as in `deep_moe.moe`.
         forward: as in `deep_moe.moe`.
         sym_buffer: as in `deep_moe.moe`.
@@ -86,6 +87,7 @@ class MoELayer(nn.Module):
         max_recv_slots: int | None = None,
         keep_received: bool = False,
         quantize_kept: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         arch: str | None = None,
         forward: Forward = "training",
         sym_buffer: SymmBuffer | None = None,
@@ -112,6 +114,7 @@ class MoELayer(nn.Module):
         self.max_recv_slots = max_recv_slots
         self.keep_received = keep_received
         self.quantize_kept = quantize_kept
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.forward_kind: Forward = forward
         self._num_ranks = num_ranks = num_ranks_of(group)
         self._shared_group: Shared[ProcessGroup | AllToAll] = Shared(group)
@@ -228,6 +231,7 @@ class MoELayer(nn.Module):
             max_recv_slots=self.max_recv_slots,
             keep_received=self.keep_received,
             quantize_kept=self.quantize_kept,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
             arch=self.arch,
             forward=self.forward_kind,
             sym_buffer=self.sym_buffer,

@@ -189,11 +189,18 @@ class PlainSteps:
         return quantized_rows(values), quantized_columns(values, rows.offs)
 
     def quantized_weight_gradient(
-        self, inputs: QuantizedColumns, d_outputs: QuantizedColumns, rows: Rows
+        self,
+        inputs: QuantizedColumns,
+        d_outputs: QuantizedColumns,
+        rows: Rows,
+        *,
+        sums: torch.Tensor | None = None,
     ) -> torch.Tensor:
         offs = rows.offs.tolist()
         sizes = inputs.values.shape[1], d_outputs.values.shape[1]
-        gradient = torch.empty(len(offs), *sizes, dtype=torch.bfloat16, device=rows.offs.device)
+        gradient = sums
+        if gradient is None:
+            gradient = torch.empty(len(offs), *sizes, dtype=torch.bfloat16, device=rows.offs.device)
         begin, block = 0, 0
         for expert, end in enumerate(offs):
             num_blocks = max(-(-(end - begin) // K_GROUP), 1)
@@ -202,7 +209,8 @@ class PlainSteps:
                 part.values[own].float() * part.scales[own].repeat_interleave(K_GROUP, 1)[..., None]
                 for part in (inputs, d_outputs)
             )
-            gradient[expert] = torch.einsum("bir,bjr->ij", x, d).bfloat16()
+            product = torch.einsum("bir,bjr->ij", x, d).to(gradient.dtype)
+            gradient[expert] = product if sums is None else sums[expert] + product
             begin, block = end, block + num_blocks
         return gradient
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from .quantized import QuantizedColumns
 from .rows import Rows
 from .steps import Steps
-from .ways import LocalWays
+from .ways import LocalWays, routed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,7 +120,7 @@ class ProcessGroupExchange:
         local_experts = _exchanged(
             (experts % num_local_experts)[slots].unsqueeze(1), send_sizes, recv_sizes, self._group
         )
-        local = LocalWays(_routed(local_experts, num_local_experts, steps), steps)
+        local = LocalWays(routed(local_experts, num_local_experts, steps), steps)
         ways = ProcessGroupWays(self._group, rows, send_sizes, recv_sizes, local)
         return ways, ways.receive(x)
 
@@ -134,14 +134,6 @@ class ProcessGroupExchange:
             f"rank {rank} would receive {received[rank]} slots, more than max_recv_slots "
             f"({bound}); nothing was sent"
         )
-
-
-def _routed(local_experts: torch.Tensor, num_local_experts: int, steps: Steps) -> Rows:
-    """The rows of N received slots [N, 1]; none at all for none."""
-    if len(local_experts):
-        return steps.route(local_experts, num_local_experts)
-    no_slots = local_experts.int()
-    return Rows(no_slots.new_zeros(num_local_experts), no_slots, no_slots.view(0))
 
 
 def _exchanged(

@@ -27,7 +27,6 @@ from deep_moe.weights.transform import empty_weights_for_mega_moe, transform_wei
 
 from .expert_parallel import Options, Parameters, experts_of_call, gradients_of_parameters
 from .operators import decode_activation
-from .ways import LocalWays
 
 if TYPE_CHECKING:
     from .ways import Exchange
@@ -39,15 +38,15 @@ _MAX_WIDE_VALUES = 2**26
 @torch.compiler.disable
 def serving_moe(
     sym_buffer: SymmBuffer,
-    exchange: Exchange | None,
+    exchange: Exchange,
     options: Options,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     parameters: Parameters,
 ) -> torch.Tensor:
-    """The layer's output [tokens, hidden]. exchange: how the backward pass gets to other ranks'
-    experts, None on one rank. A compiler's graph breaks here."""
+    """The layer's output [tokens, hidden]. exchange: how the backward pass gets to the experts. A
+    compiler's graph breaks here."""
     out: torch.Tensor = _ServingMoE.apply(
         sym_buffer, exchange, options, x, topk_idx, topk_weights, *parameters
     )
@@ -202,7 +201,7 @@ class _ServingMoE(torch.autograd.Function):
     def forward(
         ctx: Any,
         sym_buffer: SymmBuffer,
-        exchange: Exchange | None,
+        exchange: Exchange,
         options: Options,
         x: torch.Tensor,
         topk_idx: torch.Tensor,
@@ -219,20 +218,11 @@ class _ServingMoE(torch.autograd.Function):
     def backward(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, topk_idx, topk_weights, *saved = ctx.saved_tensors
         parameters: Parameters = tuple(saved)
-        if topk_idx.numel() == 0 and ctx.exchange is None:
-            zeros = [
-                None if v is None else torch.zeros_like(v) for v in (topk_weights, *parameters)
-            ]
-            return None, None, None, torch.zeros_like(x), None, *zeros
         experts = experts_of_call(ctx.options, x, parameters)
         num_local_experts = experts.weights.gate.shape[0]
-        if ctx.exchange is None:
-            received = x
-            ways: Any = LocalWays(experts.steps.route(topk_idx, num_local_experts), experts.steps)
-        else:
-            ways, received = ctx.exchange.dispatch(
-                x, topk_idx, topk_weights, num_local_experts, experts.steps
-            )
+        ways, received = ctx.exchange.dispatch(
+            x, topk_idx, topk_weights, num_local_experts, experts.steps
+        )
         gradients = experts.backward(d_out.contiguous(), x, received, ways, topk_weights, None)
         d_parameters = gradients_of_parameters(gradients, parameters)
         return None, None, None, gradients.x, None, gradients.topk_weights, *d_parameters

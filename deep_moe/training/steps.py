@@ -138,9 +138,15 @@ class Steps(Protocol):
         ...
 
     def quantized_weight_gradient(
-        self, inputs: QuantizedColumns, d_outputs: QuantizedColumns, rows: Rows
+        self,
+        inputs: QuantizedColumns,
+        d_outputs: QuantizedColumns,
+        rows: Rows,
+        *,
+        sums: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """inputs [R, K] transposed times d_outputs [R, N], of each expert: BF16 [experts, K, N]."""
+        """inputs [R, K] transposed times d_outputs [R, N], of each expert: BF16 [experts, K, N]. Or
+        sums, BF16 or float32, with these added to it, rounded to its type before."""
         ...
 
     def round_weights(self, weights: torch.Tensor) -> torch.Tensor:

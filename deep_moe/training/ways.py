@@ -1,6 +1,6 @@
 """How the tokens of a call get to the rows that a rank's experts read, and back.
 
-LocalWays          all experts are here; nothing travels
+LocalWays          all experts are here; nothing travels (LocalExchange makes them)
 ProcessGroupWays   process_group.py
 AllToAllWays       all_to_all.py
 """
@@ -109,3 +109,25 @@ class LocalWays:
 
     def return_weights(self, values: torch.Tensor) -> torch.Tensor:
         return values
+
+
+def routed(topk_idx: torch.Tensor, num_experts: int, steps: Steps) -> Rows:
+    """`Steps.route`, also of no slots at all, for which there are no rows."""
+    if topk_idx.numel():
+        return steps.route(topk_idx, num_experts)
+    no_slots = topk_idx.int()
+    return Rows(no_slots.new_zeros(num_experts), no_slots, no_slots.view(0))
+
+
+class LocalExchange:
+    """Of a rank with all experts: nothing is carried."""
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        num_local_experts: int,
+        steps: Steps,
+    ) -> tuple[LocalWays, torch.Tensor]:
+        return LocalWays(routed(topk_idx, num_local_experts, steps), steps), x

@@ -607,6 +607,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         max_recv_slots=None,
         keep_received=False,
         quantize_kept=False,
+        fuse_wgrad_accumulation=False,
         arch=None,
         forward="training",
         device=None,

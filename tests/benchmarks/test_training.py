@@ -49,7 +49,7 @@ def test_frozen_paths_are_those_that_quantize(case: training.Case) -> None:
     assert not kept_weights._kept
 
 
-def test_frozen_paths_accumulate_the_same_gradients(
+def test_frozen_and_fused_paths_accumulate_the_same_gradients(
     case: training.Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantized: list[int] = []
@@ -62,15 +62,16 @@ def test_frozen_paths_accumulate_the_same_gradients(
     monkeypatch.setattr(PlainSteps, "quantize_weights_both_ways", counting)
     gradients: list[list[torch.Tensor | None]] = []
     counts: list[int] = []
-    for path in ("fp8-wgrad", "frozen-wgrad"):
+    for path in ("fp8-wgrad", "frozen-wgrad", *training.FUSED_PATHS):
         case.accumulating_step(path, num_passes=3)()
         gradients.append([case.w13.grad, case.w2.grad])
         counts.append(len(quantized))
-    for found, expected in zip(*gradients, strict=True):
-        assert found is not None
-        assert expected is not None
-        assert found.equal(expected)
-    assert counts == [2 * 3, 2 * 3 + 2]
+    for sums in gradients[1:]:
+        for found, expected in zip(sums, gradients[0], strict=True):
+            assert found is not None
+            assert expected is not None
+            assert found.equal(expected)
+    assert counts == [2 * 3, 2 * 3 + 2, 4 * 3 + 2, 4 * 3 + 4]
     case.accumulating_step("ours", num_passes=3)()
     assert case.w2.grad is not None
     assert not case.w2.grad.equal(gradients[0][1])  # type: ignore[arg-type]
@@ -78,10 +79,24 @@ def test_frozen_paths_accumulate_the_same_gradients(
     assert not kept_weights._kept
 
 
+def test_sums_may_be_in_float32(case: training.Case) -> None:
+    found = []
+    for path in ("fp8-wgrad", "fused-wgrad"):
+        case.accumulating_step(path, num_passes=3, has_main_grad=True)()
+        assert case.w2.grad is None
+        found.append(case.w2.main_grad)  # type: ignore[attr-defined]
+    apart, fused = found
+    assert apart.dtype == fused.dtype == torch.float32
+    assert not fused.equal(apart)  # products are rounded to BF16 where PyTorch adds them
+    assert (fused - apart).norm() < 2.0**-8 * apart.norm()
+
+
 def test_what_cannot_accumulate_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for given, message in (
         (["--accumulate", "0"], "--accumulate must be at least 1; got 0"),
         (["--accumulate", "2", "--paths", "ours", "plain"], "--accumulate has no paths plain"),
+        (["--paths", "ours", "fused-wgrad"], "paths fused-wgrad go with --accumulate"),
+        (["--main-grad"], "--main-grad goes with --accumulate"),
     ):
         with pytest.raises(SystemExit):
             training.main(given)

@@ -69,6 +69,7 @@ def check_products() -> None:
         test_grouped_product.test_products_are_right(name)
     for name in test_weight_gradients.CASES:
         test_weight_gradients.test_sums_are_right(name)
+    test_weight_gradients.test_sums_are_added("an odd m-block, and columns behind the last")
 
 
 CHECKS = {check_training_kernels: TRAINING_MUTATIONS, check_products: PRODUCT_MUTATIONS}

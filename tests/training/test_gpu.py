@@ -117,6 +117,42 @@ def test_frozen_weights_have_the_same_bits_and_may_not_change(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp8_dgrad", "fp8_wgrad"])
+def test_accumulated_gradients_have_the_bits_of_pytorchs(precision: str, by_columns: bool) -> None:
+    """And with float32 sums what they round to is close."""
+    layer = on_gpu(
+        Layer.random(
+            num_tokens=300, num_experts=9, hidden=256, intermediate=384, precision=precision
+        )
+    )
+    weights = {name: layer.tensors[name] for name in ("w1", "w3", "w2")}
+    if by_columns:
+        for weight in weights.values():
+            assert weight is not None
+            weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+    d_out = random_like(layer()).cuda().bfloat16()
+
+    def sums(num_passes: int, **options: bool) -> dict[str, torch.Tensor]:
+        for weight in weights.values():
+            assert weight is not None
+            weight.grad = None
+        for number in range(num_passes):
+            layer(**options).backward(d_out * (number + 1))
+        return {n: w.grad.clone() for n, w in weights.items() if w is not None}  # type: ignore[union-attr]
+
+    expected = sums(3)
+    assert_equal_bits(sums(3, fuse_wgrad_accumulation=True), expected)
+    for weight in weights.values():
+        assert weight is not None
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+    for number in range(3):
+        layer(fuse_wgrad_accumulation=True).backward(d_out * (number + 1))
+    wide = {name: weight.main_grad for name, weight in weights.items()}  # type: ignore[union-attr]
+    assert_close(wide, expected, 2.0**-7)
+
+
+@pytest.mark.gpu
 def test_many_slots_are_sorted() -> None:
     topk_idx = torch.randint(-1, 128, (32768, 8), generator=torch.Generator().manual_seed(0))
     steps = steps_for(torch.empty(1, 8, dtype=torch.bfloat16, device="cuda"), None)

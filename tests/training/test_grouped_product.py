@@ -145,9 +145,18 @@ def test_errors_of_out_and_arch() -> None:
         deep_moe.grouped_product(*operands, arch="sm_80")
 
 
-@pytest.mark.parametrize("sums_rows", [False, True])
-def test_no_spills_and_no_serialized_products(sums_rows: bool) -> None:
-    config = GroupedProductConfig(sums_rows=sums_rows, arch="sm_90a")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sums_rows": True},
+        {"sums_rows": True, "adds": True},
+        {"sums_rows": True, "adds": True, "y_bytes": 4},
+    ],
+    ids=str,
+)
+def test_no_spills_and_no_serialized_products(fields: dict[str, Any]) -> None:
+    config = GroupedProductConfig(**fields, arch="sm_90a")
     compilation = jit.compile_source(
         jit.render_kernel(config),
         arch=config.arch,

@@ -52,20 +52,43 @@ class Case:
             made.append(QuantizedColumns(values.to(torch.float8_e4m3fn), scales))
         return made
 
+    def sums(
+        self, operands: list[QuantizedColumns], out: torch.Tensor, **options: bool
+    ) -> torch.Tensor:
+        """What `sum_rows` makes of out, on out's device."""
+        device = out.device
+        x, d_y = (QuantizedColumns(o.values.to(device), o.scales.to(device)) for o in operands)
+        ends = torch.tensor(self.num_rows, device=device).cumsum(0).int()
+        gpu = gpu_of(device)
+        arch = products_target().name if gpu is None else gpu.target.name
+        sum_rows(x, d_y, ends, out, gpu, arch, **options)
+        return out
+
+    def full(self, value: float, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+        shape = (len(self.num_rows), self.num_inputs, self.num_outputs)
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    def check_added(self, device: str = "cpu") -> None:
+        """To BF16, the bits of a product and an addition. To float32, the sums without a rounding
+        to BF16: those added to zero are within BF16's rounding of it, and others are an addition of
+        these."""
+        operands = self.operands(is_exact=False)
+        product = self.sums(operands, self.full(torch.nan, torch.bfloat16, device))
+        before = torch.randn(product.shape, generator=torch.Generator().manual_seed(1)).to(device)
+        before *= product.float().std()
+        added = self.sums(operands, before.bfloat16(), adds=True)
+        assert torch.equal(added, before.bfloat16() + product)
+        exact = self.sums(operands, self.full(0, torch.float32, device), adds=True)
+        assert torch.equal(exact.bfloat16(), product)
+        assert torch.equal(self.sums(operands, before.clone(), adds=True), before + exact)
+        is_rounded = any(self.num_rows)
+        assert torch.equal(exact, product.float()) is not is_rounded
+
     def check(self, device: str = "cpu", *, is_exact: bool = False) -> None:
         """Right to within float32's roundings of sums in any order and one to BF16; or to the
         bit."""
         operands = self.operands(is_exact=is_exact)
-        out = torch.full(
-            (len(self.num_rows), self.num_inputs, self.num_outputs),
-            torch.nan,
-            dtype=torch.bfloat16,
-            device=device,
-        )
-        x, d_y = (QuantizedColumns(o.values.to(device), o.scales.to(device)) for o in operands)
-        ends = torch.tensor(self.num_rows, device=device).cumsum(0).int()
-        gpu = gpu_of(out.device)
-        sum_rows(x, d_y, ends, out, gpu, products_target().name if gpu is None else gpu.target.name)
+        out = self.sums(operands, self.full(torch.nan, torch.bfloat16, device))
         wide = [
             o.values.double() * o.scales.double().repeat_interleave(K_GROUP, 1).unsqueeze(2)
             for o in operands
@@ -104,10 +127,18 @@ def test_exact_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     CASES[name].check(is_exact=True)
 
 
+@pytest.mark.parametrize(
+    "name", ["one row", "experts without rows", "an odd m-block, and columns behind the last"]
+)
+def test_sums_are_added(name: str) -> None:
+    CASES[name].check_added()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str) -> None:
     CASES[name].check("cuda", is_exact=True)
+    CASES[name].check_added("cuda")
 
 
 def test_ctas_with_a_tile() -> None:

@@ -19,8 +19,10 @@ namespace deep_moe {
 // training/token_blocks.cuh with expert_end, and both operands are as quantize_columns makes them:
 //   x       E4M3 [num_blocks][num_rows][128], x_sf [num_blocks][num_rows / 128]
 //   weight  E4M3 [num_blocks][N][128], weight_sf [num_blocks][N / 128]
-//   y       bf16 [num_experts][num_rows][N]
+//   y       bf16 [num_experts][num_rows][N], or with Config::y_bytes 4 float32
 // num_rows and N are multiples of 128. Strides, counts and num_k_blocks are unused.
+//
+// With Config::adds the products are added to what y holds. In BF16 they are rounded before.
 struct alignas(64) GroupedProductArgs {
     TensorMap x;                  // E4M3 [1][num_rows][K]
     TensorMap weight;             // E4M3 [num_experts][N][K]

@@ -34,9 +34,11 @@ __device__ __forceinline__ void await_phase(uint32_t barrier, uint32_t parity) {
 template <class Config>
 class OperandStages {
  public:
-    // Bytes from one row of results to the next: with 64 more than the row has, two rows that are
-    // written at once have other banks.
-    static constexpr uint32_t result_stride = Config::block_n * sizeof(uint16_t) + 64;
+    // A row of results is all columns of a tile in BF16, or half of them in float32. From one row
+    // to the next there are some bytes more, so that rows that are written at once have other
+    // banks: two in BF16, four in float32.
+    static constexpr uint32_t result_bytes = Config::block_n * sizeof(uint16_t);
+    static constexpr uint32_t result_stride = result_bytes + (Config::y_bytes == 4 ? 32 : 64);
 
  private:
     static constexpr uint32_t columns_per_part = 128;  // which share the weights' scales
@@ -52,7 +54,7 @@ class OperandStages {
     static constexpr uint32_t factors_offset = Config::num_stages * stage_bytes;
     static constexpr uint32_t results_offset =
         factors_offset + Config::num_stages * stage_factor_bytes;
-    static constexpr uint32_t warp_result_bytes = 16 * result_stride;
+    static constexpr uint32_t warp_result_bytes = 16 * (result_bytes + 64);
     static constexpr uint32_t headers_offset =
         results_offset + Config::num_math_warps * warp_result_bytes;
     static constexpr uint32_t barriers_offset = headers_offset + num_slots * header_bytes;
@@ -100,7 +102,7 @@ class OperandStages {
     __device__ uint32_t factors(uint32_t stage, uint32_t part) const {
         return begin_ + factors_offset + stage * stage_factor_bytes + part * part_factor_bytes;
     }
-    // A math warp's 16 rows of y, in BF16.
+    // A math warp's 16 rows of y.
     __device__ uint32_t results(uint32_t warp_idx) const {
         return begin_ + results_offset + warp_idx * warp_result_bytes;
     }

@@ -36,6 +36,9 @@ class ProductWarps {
     static_assert(Config::block_m == Config::num_math_warps / 4 * rows_per_warpgroup,
                   "each warpgroup has 64 rows of a tile");
     static_assert(columns_per_part == 128, "a part's columns share the weights' scale");
+    static_assert(Config::y_bytes == sizeof(uint16_t) ||
+                      (Config::y_bytes == sizeof(float) && Config::adds),
+                  "y is BF16, or float32 that is added to");
 
     using Products = float[num_accumulators];
     using Sums = Products[num_parts];
@@ -149,10 +152,19 @@ class ProductWarps {
         }
     }
 
-    // The sums as BF16. A thread has 2 neighbouring columns of every 8. Four threads exchange those
-    // of 32 columns, so that each has 8 neighbours. They go through shared memory, from where a
-    // copy takes each row while the warp multiplies the next tile.
+    // The sums go through shared memory, from where a copy takes each row while the warp multiplies
+    // the next tile.
     __device__ __forceinline__ void store(const Header& tile, const Sums& sums) const {
+        if constexpr (Config::y_bytes == sizeof(float)) {
+            store_f32(tile, sums);
+        } else {
+            store_bf16(tile, sums);
+        }
+    }
+
+    // A thread has 2 neighbouring columns of every 8. Four threads exchange those of 32 columns, so
+    // that each has 8 neighbours.
+    __device__ __forceinline__ void store_bf16(const Header& tile, const Sums& sums) const {
         constexpr uint32_t columns_per_run = 32;
         constexpr uint32_t runs_per_part = columns_per_part / columns_per_run;
         const uint32_t results = stages_.results(ptx::warp_idx());
@@ -177,19 +189,54 @@ class ProductWarps {
                     transposed(pairs, thread));
             }
         }
+        copy_results<Config::block_n>(tile, results, tile.first_column);
+    }
+
+    // One part behind the other, in the same memory.
+    __device__ __forceinline__ void store_f32(const Header& tile, const Sums& sums) const {
+        const uint32_t results = stages_.results(ptx::warp_idx());
+        const uint32_t own = results + ptx::lane_idx() / 4 * Stages::result_stride +
+                             ptx::lane_idx() % 4 * sizeof(uint2);
+#pragma unroll
+        for (uint32_t part = 0; part < num_parts; ++part) {
+            ptx::cp_async_bulk_wait_group_read<0>();
+            __syncwarp();  //~ product_part_free
+#pragma unroll
+            for (uint32_t i = 0; i < num_accumulators; i += 2) {
+                const uint32_t row = i / 2 % 2 * 8;
+                ptx::st_shared_v2(
+                    own + row * Stages::result_stride + i / 4 * 8 * sizeof(float),
+                    {__float_as_uint(sums[part][i]), __float_as_uint(sums[part][i + 1])});
+            }
+            copy_results<columns_per_part>(tile, results,
+                                           tile.first_column + part * columns_per_part);
+        }
+    }
+
+    // The warp's rows of shared memory to these columns of y, or added to them.
+    template <uint32_t max_columns>
+    __device__ __forceinline__ void copy_results(const Header& tile, uint32_t results,
+                                                 uint32_t first_column) const {
         ptx::fence_proxy_async_shared_cta();  //~ product_results_fenced
         __syncwarp();                         //~ product_results_written
         const uint32_t lane_idx = ptx::lane_idx();
         const uint32_t row_in_tile = ptx::warp_idx() * rows_per_warp + lane_idx;
         if (lane_idx < rows_per_warp && row_in_tile < tile.num_rows &&  //~ product_stored
-            tile.first_column < args_.num_columns) {
+            first_column < args_.num_columns) {
             const uint64_t first =
-                uint64_t{tile.first_row + row_in_tile} * args_.num_columns + tile.first_column;
+                uint64_t{tile.first_row + row_in_tile} * args_.num_columns + first_column;
             const uint32_t num_columns =
-                min(Config::block_n, args_.num_columns - tile.first_column);  //~ product_columns
-            ptx::cp_async_bulk_global_shared(static_cast<uint16_t*>(args_.y) + first,
-                                             results + lane_idx * Stages::result_stride,
-                                             num_columns * sizeof(uint16_t));
+                min(max_columns, args_.num_columns - first_column);  //~ product_columns
+            uint8_t* const y = static_cast<uint8_t*>(args_.y) + first * Config::y_bytes;
+            const uint32_t own = results + lane_idx * Stages::result_stride;
+            const uint32_t num_bytes = num_columns * Config::y_bytes;
+            if constexpr (!Config::adds) {
+                ptx::cp_async_bulk_global_shared(y, own, num_bytes);
+            } else if constexpr (Config::y_bytes == sizeof(float)) {
+                ptx::cp_reduce_async_bulk_add_f32(y, own, num_bytes);
+            } else {
+                ptx::cp_reduce_async_bulk_add_bf16(y, own, num_bytes);
+            }
             ptx::cp_async_bulk_commit_group();
         }
     }

@@ -71,6 +71,23 @@ __device__ __forceinline__ void cp_async_bulk_global_shared(void* dst, uint32_t 
                  : "memory");
 }
 
+// The same, added to what is there: BF16 or float32 values, each rounded once. Global memory does
+// the additions, so no thread reads the destination. float32 results below 2^-126 become zero.
+__device__ __forceinline__ void cp_reduce_async_bulk_add_bf16(void* dst, uint32_t src,
+                                                              uint32_t num_bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.noftz.bf16 [%0], [%1], %2;"
+                 :
+                 : "l"(dst), "r"(src), "r"(num_bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void cp_reduce_async_bulk_add_f32(void* dst, uint32_t src,
+                                                             uint32_t num_bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 :
+                 : "l"(dst), "r"(src), "r"(num_bytes)
+                 : "memory");
+}
+
 // Closes the thread's open bulk group.
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" : : : "memory");

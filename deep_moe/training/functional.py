@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deep_moe.activations import Activation
 from deep_moe.formats.block_scaled import GROUP_SIZE
@@ -305,6 +306,18 @@ def _check_quantize_kept(x: torch.Tensor, w2: torch.Tensor, recompute: bool) -> 
 def _require_tensor(name: str, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
+    if torch.compiler.is_compiling():  # whose own tensors wrap others
+        return
+    if is_traceable_wrapper_subclass(value):
+        raise TypeError(
+            f"{name} must be a plain tensor, as a module that FSDP2 gathers has it in its forward "
+            f"pass; got {type(value).__name__}, which wraps others"
+        )
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise TypeError(
+            f"{name} must be a plain tensor: deep_moe.moe has no transforms of torch.func, such as "
+            "grad, vmap and jvp; got a tensor within one"
+        )
 
 
 def _require_matrices(

@@ -193,7 +193,7 @@ class MoELayer(nn.Module):
         Args:
             x: bfloat16 [tokens, hidden].
             topk_idx: int64 or int32 [tokens, topk], -1 for an unused slot.
-            topk_weights: float32 or bfloat16 [tokens, topk].
+            topk_weights: float32 [tokens, topk].
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -236,7 +236,8 @@ class MoELayer(nn.Module):
             forward=self.forward_kind,
             sym_buffer=self.sym_buffer,
         )
-        return out.view(x.shape)
+        # Not a view where none is needed: FSDP2's hooks are lost where one is changed in place.
+        return out if x.ndim == 2 else out.view(x.shape)
 
     @torch.no_grad()
     def serving_weights(

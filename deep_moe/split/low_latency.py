@@ -578,6 +578,9 @@ class LowLatencyAllToAll(SplitLayer):
         call.progress = Progress.RECEIVED if is_dispatch else Progress.DONE
         return launch
 
+    def _left_out(self, launch: Launch) -> list[int]:
+        return self.masked_ranks()
+
     def _agreed(self, launch: Launch) -> dict[str, Any]:
         config = launch.config
         assert isinstance(config, LowLatencyConfig)

@@ -19,6 +19,7 @@ from deep_moe.fused.checks import (
     require_type,
 )
 from deep_moe.fused.emulated_call import masked_ranks_of, run_rank
+from deep_moe.fused.options import MASKED_RANKS
 from deep_moe.fused.rank_buffer import RankBuffer, used
 from deep_moe.fused.run_settings import KernelSettings, RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
@@ -193,7 +194,7 @@ class SplitLayer(DumpsTraces):
             run_rank(
                 launch.emulated(self.rank, self.memory_regions(launch)),
                 buffer,
-                self._agreed(launch),
+                {**self._agreed(launch), MASKED_RANKS: self._left_out(launch)},
                 num_ranks=self.shape.num_ranks,
                 seed=self._settings.schedule_seed,
                 checked=self._settings.checked,
@@ -201,10 +202,10 @@ class SplitLayer(DumpsTraces):
 
     def memory_regions(self, launch: Launch) -> tuple[MemoryRegion, ...]:
         """What a kernel may touch beside its tensors, for the emulator: nothing of ranks that the
-        step leaves out by `masked_ranks`."""
+        step leaves out."""
         memory = self._buffer.memory
         layout = self._buffer.layout
-        masked = masked_ranks_of(launch.read)
+        masked = self._left_out(launch)
         buffers = (
             MemoryRegion(f"symmetric buffer of rank {rank}", address, self.nbytes, True, layout)
             for rank, address in enumerate(memory.addresses)
@@ -212,8 +213,12 @@ class SplitLayer(DumpsTraces):
         )
         return (*buffers, MemoryRegion("wait status", memory.status_address, 64, True))
 
+    def _left_out(self, launch: Launch) -> list[int]:
+        """Ranks that take no part in a launch, the same on every rank that does."""
+        return masked_ranks_of(launch.read)
+
     def _agreed(self, launch: Launch) -> dict[str, Any]:
-        """What of a launch must be the same on every rank."""
+        """What else of a launch must be the same on every rank."""
         raise NotImplementedError
 
     def _check_rows(self, name: str, tensor: torch.Tensor, width: int, dtypes: Any) -> None:

@@ -20,7 +20,6 @@ from deep_moe.fused.checks import (
     refuse_gradients,
     require_type,
 )
-from deep_moe.fused.emulated_call import masked_ranks_of
 from deep_moe.fused.options import MASKED_RANKS
 from deep_moe.fused.run_settings import RunSettings
 from deep_moe.fused.symm_memory import DeviceMemory, HostMemory
@@ -542,7 +541,6 @@ class AllToAll(SplitLayer):
             "handle": config.knows_rows,
             "topk_weights": config.has_weights,
             "y in the combine buffer": config.step == "combine" and not config.sends_rows,
-            MASKED_RANKS: masked_ranks_of(launch.read),
         }
 
     def _config(self, step: Step, **fields: Any) -> ThroughputConfig:

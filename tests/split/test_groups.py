@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from deep_moe.errors import MegaMoETimeoutError
 from deep_moe.split.low_latency import LowLatencyAllToAll
+from deep_moe.split.throughput import AllToAll
 
 from .reference import bits, check_dispatched, expected_out, random_inputs
+from .throughput_reference import random_inputs as random_many
 
 
 def make(**changes) -> LowLatencyAllToAll:
@@ -96,6 +100,53 @@ def test_survivors_of_a_dead_rank_go_on(run_ranks) -> None:
             out = layer.combine(inputs.ys[rank], ids, weights, result.handle)
             expected = expected_out(layer.shape, rank, inputs.topk_idxs, weights, inputs.ys, [1])
             assert torch.equal(bits(out), bits(expected))
+
+    run_ranks(3, work)
+
+
+def call_low_latency(layer: LowLatencyAllToAll, rank: int, is_left_out: bool) -> None:
+    """Without rank 1 in parts."""
+    if is_left_out:
+        layer.mask_ranks([1])
+    inputs = random_inputs(layer.shape, (4, 4, 3))
+    ids = inputs.topk_idxs[rank]
+    result = layer.dispatch(inputs.xs[rank], ids, receive=not is_left_out)
+    if is_left_out:
+        layer.receive(result.handle)
+    layer.combine(inputs.ys[rank], ids, inputs.topk_weights[rank], result.handle)
+
+
+def call_many_tokens(layer: AllToAll, rank: int, is_left_out: bool) -> None:
+    """Without rank 1 with routing weights."""
+    inputs = random_many(layer.shape, (4, 4, 3))
+    mask = {"masked_ranks": torch.tensor([0, int(is_left_out), 0], dtype=torch.int32)}
+    weights = inputs.topk_weights[rank] if is_left_out else None
+    x, ids = inputs.xs[rank], inputs.topk_idxs[rank]
+    _, handle = layer.dispatch(x, ids, topk_weights=weights, **mask)
+    layer.combine(inputs.ys[rank], handle, topk_weights=weights, **mask)
+
+
+def make_low_latency() -> tuple[Any, Any]:
+    return make(num_experts=6, timeout_s=4.0), call_low_latency
+
+
+def make_many_tokens() -> tuple[Any, Any]:
+    own = {"expert_alignment": 4, "num_sms": 2, "timeout_s": 4.0}
+    return AllToAll(dist.group.WORLD, 4, 128, 6, 2, 48, **own), call_many_tokens
+
+
+@pytest.mark.parametrize("made", [make_low_latency, make_many_tokens])
+def test_what_a_dead_rank_has_called_is_compared_with_no_later_call(run_ranks, made: Any) -> None:
+    """The last call of rank 1 has the number of another call of the others behind their reset."""
+
+    def work(rank: int) -> None:
+        survivors = dist.new_group([0, 2])
+        layer, call = made()
+        call(layer, rank, False)
+        if rank == 1:
+            return
+        layer.reset(survivors)
+        call(layer, rank, True)
 
     run_ranks(3, work)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -38,7 +38,11 @@ class DomainGroups(NamedTuple):
 
 
 def make_domain_groups(
-    num_domains: int, *, num_transport_sms: int = NUM_TRANSPORT_SMS, **arguments: Any
+    num_domains: int,
+    *,
+    num_transport_sms: int = NUM_TRANSPORT_SMS,
+    without: Collection[int] = (),
+    **arguments: Any,
 ) -> DomainGroups:
     """Both groups of this process for `TwoLevelMoE`, from the default group: domain d has the ranks
     d * R to (d + 1) * R - 1, where R is the number of ranks of a domain.
@@ -47,9 +51,10 @@ def make_domain_groups(
         num_domains: NVLink domains; a divisor of the number of processes.
         num_transport_sms: what `TwoLevelMoE` is told: where the backend is nccl, and `arguments`
             have no pg_options, NCCL takes at most so many CTAs between domains.
+        without: ranks that are dead; the groups are for `reset(groups)` of a layer then.
         arguments: of `torch.distributed.new_group` for each of them, `timeout` or `backend`.
 
-    Every process must call this.
+    Every process must call this, but for those that are dead.
     """
     world = dist.get_world_size()
     for name, value in {"num_domains": num_domains, "num_transport_sms": num_transport_sms}.items():
@@ -62,18 +67,22 @@ def make_domain_groups(
     backend = arguments.get("backend") or dist.get_backend()
     limits_nccl = backend == "nccl" and num_transport_sms > 0 and "pg_options" not in arguments
     own: dict[str, ProcessGroup | None] = {"domain": None, "cross": None}
+    if without:
+        # Of the ranks of a group alone, since the dead cannot call.
+        arguments = {**arguments, "use_local_synchronization": True}
     if num_ranks > 1:
-        for d in range(num_domains):
-            members = list(range(d * num_ranks, (d + 1) * num_ranks))
-            group = dist.new_group(members, **arguments)
+        for d in range(num_domains) if not without else [domain]:
+            members = range(d * num_ranks, (d + 1) * num_ranks)
+            group = dist.new_group([m for m in members if m not in without], **arguments)
             own["domain"] = group if d == domain else own["domain"]
     if num_domains > 1:
-        for r in range(num_ranks):
+        for r in range(num_ranks) if not without else [rank]:
             given = dict(arguments)
             if limits_nccl:
                 given["pg_options"] = dist.ProcessGroupNCCL.Options()
                 given["pg_options"].config.max_ctas = num_transport_sms
-            group = dist.new_group(list(range(r, world, num_ranks)), **given)
+            members = range(r, world, num_ranks)
+            group = dist.new_group([m for m in members if m not in without], **given)
             own["cross"] = group if r == rank else own["cross"]
     return DomainGroups(**own)
 
@@ -85,6 +94,15 @@ class DomainPlace(NamedTuple):
     rank: int
     num_domains: int
     num_ranks: int
+
+    @property
+    def number(self) -> int:
+        """Among the ranks of all domains."""
+        return self.domain * self.num_ranks + self.rank
+
+    @property
+    def num_all_ranks(self) -> int:
+        return self.num_domains * self.num_ranks
 
     @classmethod
     def of(cls, groups: DomainGroups) -> DomainPlace:
@@ -127,6 +145,40 @@ def check_backend(cross_group: ProcessGroup | None, device: torch.device) -> Non
         )
 
 
+def ranks_of_groups(place: DomainPlace, groups: DomainGroups) -> frozenset[int]:
+    """Numbers of the ranks that the groups lead to, over other ranks too. All of these call it, and
+    none goes on before all have come."""
+    known = {place.number}
+    for _ in range(min(place.num_domains, place.num_ranks) + 1):  # as long as the longest way
+        for group in (groups.cross, groups.domain):
+            if group is not None:
+                known = known.union(*gather_objects(known, group))
+    return frozenset(known)
+
+
+def rounds_to_tell_all(ranks: Collection[int], num_ranks: int) -> int:
+    """How often ranks have to tell what they know to those of their number in other domains, and
+    then to those of their domain, until all know all that these ways lead to.
+
+    num_ranks: of a domain.
+
+    >>> rounds_to_tell_all(range(6), 3), rounds_to_tell_all([0, 1, 2], 2)
+    (1, 2)
+    """
+    known = {rank: frozenset({rank}) for rank in ranks}
+    rounds = 0
+    while True:
+        before = known
+        for line_of in (lambda rank: rank % num_ranks, lambda rank: rank // num_ranks):
+            lines: dict[int, set[int]] = {}
+            for rank, others in known.items():
+                lines.setdefault(line_of(rank), set()).update(others)
+            known = {rank: frozenset(lines[line_of(rank)]) for rank in known}
+        if known == before:
+            return max(rounds, 1)
+        rounds += 1
+
+
 def gather_from_all(value: Any, groups: DomainGroups) -> list[list[Any]]:
     """`value` of every rank of every domain: [domain][rank]."""
     column = [value] if groups.cross is None else gather_objects(value, groups.cross)
@@ -149,12 +201,20 @@ def _size(name: str, group: Any) -> int:
 
 class RollCall:
     """Asks, once a transport has failed, which of the domains that took part in it still answer, by
-    the store through which PyTorch's groups were made. Every rank of all domains makes one."""
+    the store through which PyTorch's groups were made. Every rank of the groups makes one.
+
+    members: domains of the ranks of the cross group.
+    """
 
     def __init__(self, place: DomainPlace, groups: DomainGroups) -> None:
         self.place = place
-        names = gather_from_all(uuid.uuid4().hex, groups)
-        self._prefix = f"deep_moe/two_level/{names[0][0]}"
+        own = uuid.uuid4().hex, place.domain
+        of_cross = [own] if groups.cross is None else gather_objects(own, groups.cross)
+        of_domain = [own] if groups.domain is None else gather_objects(own, groups.domain)
+        self.members = [domain for _, domain in of_cross]
+        self._here, self._lost = (
+            f"deep_moe/two_level/{names[0][0]}" for names in (of_cross, of_domain)
+        )
         self._store = None
         # PyTorch has no public way to ask for it.
         default_store = getattr(dist.distributed_c10d, "_get_default_store", None)
@@ -168,7 +228,7 @@ class RollCall:
         try:
             lost = self._missing(within_s)
         except Exception as error:  # of the store, whose host may be what is lost
-            others = ", ".join(str(d) for d in range(place.num_domains) if d != place.domain)
+            others = ", ".join(str(d) for d in self.members if d != place.domain)
             reason = str(error).splitlines()[0]
             return f"one of domains {others} is lost ({failed}); which, cannot be asked: {reason}"
         text = describe_lost(lost, place.rank)
@@ -200,7 +260,7 @@ class RollCall:
         if store is None:
             raise RuntimeError("this PyTorch does not say which store its groups have")
         store.set(self._here_key(place.domain), "here")
-        waiting = list(range(place.num_domains))
+        waiting = self.members
         deadline = time.monotonic() + within_s
         while True:
             waiting = [domain for domain in waiting if not store.check([self._here_key(domain)])]
@@ -209,10 +269,10 @@ class RollCall:
             time.sleep(_POLL_S)
 
     def _here_key(self, domain: int) -> str:
-        return f"{self._prefix}/here/{domain}/{self.place.rank}"
+        return f"{self._here}/here/{domain}"
 
     def _lost_key(self) -> str:
-        return f"{self._prefix}/lost/{self.place.domain}"
+        return f"{self._lost}/lost"
 
 
 def describe_lost(domains: Sequence[int], rank: int) -> str:

@@ -15,7 +15,7 @@ import torch
 from deep_moe.heuristics.domain_relay import RelayShape
 from deep_moe.heuristics.low_latency import NUM_HALVES
 
-from .domain_groups import DomainGroups, DomainPlace, RollCall, gather_from_all
+from .domain_groups import DomainGroups, DomainPlace
 from .domain_routes import (
     Routes,
     add_in_domain_order,
@@ -72,51 +72,46 @@ class DomainRelay:
         self.device = device
         self._timeout_s = timeout_s
         self._arch = arch
-        self._join(groups)
+        self._other_domains = [d for d in range(shape.num_domains) if d != place.domain]
         self._make_tensors()
+        self._join(groups)
         self._num_calls = 0
 
-    def _join(self, groups: DomainGroups) -> None:
-        """members: domains of the cross group's ranks, all of which but the masked ones and the own
-        one take part."""
+    def _join(self, groups: DomainGroups, there: Collection[int] | None = None) -> None:
+        """there: as of `DomainTransport`."""
         self.groups = groups
         self.transport = DomainTransport(
-            groups,
-            self.device,
-            self._timeout_s,
-            RollCall(self.place, groups),
-            self._transport_name,
+            *(groups, self.device, self._timeout_s, self.place, self._transport_name, there)
         )
-        column = gather_from_all((self.place.domain, self.place.rank), groups)
-        self._members = [row[0][0] for row in column]
-        self._other_domains = [d for d in range(self.shape.num_domains) if d != self.place.domain]
-        self.mask([])
+        self.leave_out([])
 
     @property
     def nbytes(self) -> int:
         return sum(self.shape.buffer_bytes.values())
 
-    def mask(self, domains: Collection[int]) -> None:
+    def leave_out(self, domains: Collection[int]) -> None:
         """Nothing is sent to these domains, and nothing awaited from them; an empty list lets all
         take part that are in the cross group."""
-        here = [d in self._members and d not in domains for d in self._other_domains]
-        self._takes_part = here
-        self._all_take_part = all(here)
-        self._goes_there = torch.tensor(here, dtype=torch.bool, device=self.device)
-        if hasattr(self, "_received_ids"):
-            for block, is_here in zip(self._blocks(self._received_ids), here, strict=True):
-                if not is_here:
-                    block.fill_(-1)
+        self.transport.leave_out(domains)
+        self._goes_there = torch.tensor(self.transport.takes_part, device=self.device)
+        shape = self.shape
+        came_back = slice(shape.num_listed_tokens, shape.num_partial_rows - 1)
+        tables = self._received, *(sums[came_back] for sums in self._partials)
+        for table in tables:
+            for domain, block in zip(self._other_domains, self._blocks(table), strict=True):
+                if not self.transport.takes_part[domain]:
+                    block.zero_()  # what would come there, also of calls under way
+        for domain, ids in zip(self._other_domains, self._blocks(self._received_ids), strict=True):
+            if not self.transport.takes_part[domain]:
+                ids.fill_(-1)
 
-    def rejoin(self, groups: DomainGroups | None) -> None:
+    def rejoin(self, groups: DomainGroups | None, there: Collection[int]) -> None:
         """Behind a failure, on all ranks that are left; with new groups if some are not. All that
-        are left take part again."""
+        are left take part again. there: as of `DomainTransport`."""
         if groups is None:
-            self.transport.raise_if_failed()
-            gather_from_all(None, self.groups)
-            self.mask([])
+            self.leave_out([])
         else:
-            self._join(groups)
+            self._join(groups, there)
         self._worst.zero_()
 
     # A dispatch.
@@ -124,12 +119,9 @@ class DomainRelay:
     def route(self, topk_idx: torch.Tensor) -> tuple[torch.Tensor, Routes]:
         """Which of the rank's tokens go to which domain, and in which row."""
         goes = domains_of(topk_idx.long(), self.shape)
-        to_others = others(goes, self.place.domain)
-        if not self._all_take_part:
-            to_others &= self._goes_there
-            own = self.place.domain
-            goes = torch.cat([to_others[:, :own], goes[:, own : own + 1], to_others[:, own:]], 1)
-        return goes, route_chunks(to_others, self.shape)
+        if not all(self.transport.takes_part):
+            goes &= self._goes_there
+        return goes, route_chunks(others(goes, self.place.domain), self.shape)
 
     def begin(
         self,
@@ -360,18 +352,9 @@ class DomainRelay:
         """A block of rows with each other domain that takes part."""
         if not self.shape.num_chunk_foreign:
             return lambda: None
-        by_domain: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        pairs = zip(
-            self._other_domains,
-            self._takes_part,
-            self._blocks(received),
-            self._blocks(sent),
-            strict=True,
+        own = self.place.domain
+        to_here, to_there = (
+            [*blocks[:own], None, *blocks[own:]]
+            for blocks in (self._blocks(received), self._blocks(sent))
         )
-        for domain, is_here, to_here, to_there in pairs:
-            if is_here:
-                by_domain[domain] = to_here, to_there
-        blocks = [by_domain.get(domain, (None, None)) for domain in self._members]
-        return self.transport.exchange_blocks(
-            [to_here for to_here, _ in blocks], [to_there for _, to_there in blocks]
-        )
+        return self.transport.exchange_blocks(to_here, to_there)

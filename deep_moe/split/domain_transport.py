@@ -8,7 +8,7 @@ is asked for ends after `timeout_s`. On CPUs it is gloo, whose threads work mean
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal, get_args
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deep_moe.errors import LostDomainError, MegaMoEError
 from deep_moe.heuristics.shape import require_int
 
-from .domain_groups import ROLL_CALL_S, DomainGroups, RollCall
+from .domain_groups import ROLL_CALL_S, DomainGroups, DomainPlace, RollCall, rounds_to_tell_all
 from .nccl_ep import Blocks, NcclEpExchange
 
 if TYPE_CHECKING:
@@ -37,27 +37,43 @@ TransportName = Literal["torch", "nccl_ep"]
 
 class DomainTransport:
     """One rank's way to the ranks of its rank in other domains, and, for what all ranks must know,
-    to all ranks."""
+    to all ranks.
+
+    there: numbers of the ranks that the groups lead to, by default all.
+
+    Attributes:
+        takes_part: of each domain whether rows go there: the own one, and those whose rank of the
+            own number is in the cross group and not left out.
+    """
 
     def __init__(
         self,
         groups: DomainGroups,
         device: torch.device,
         timeout_s: float,
-        roll_call: RollCall,
+        place: DomainPlace,
         name: TransportName,
+        there: Collection[int] | None = None,
     ) -> None:
         check_transport(name)
         self._groups = groups
         self._device = device
         self._timeout_s = timeout_s
-        self._roll_call = roll_call
+        self._roll_call = roll_call = RollCall(place, groups)
         self._failure: str | None = None
-        self._domain = roll_call.place.domain
+        self._domain = place.domain
+        self._num_domains = place.num_domains
+        self._num_rounds = 1 if there is None else rounds_to_tell_all(there, place.num_ranks)
+        self.takes_part = [d in roll_call.members for d in range(place.num_domains)]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._nccl_ep: NcclEpExchange | None = None
         if name == "nccl_ep" and groups.cross is not None:
             self._nccl_ep = NcclEpExchange(groups.cross, device, timeout_s)
+
+    def leave_out(self, domains: Collection[int]) -> None:
+        """Send nothing to these domains, and await nothing from them, from now on."""
+        members = self._roll_call.members
+        self.takes_part = [d in members and d not in domains for d in range(self._num_domains)]
 
     def exchange(
         self,
@@ -66,15 +82,15 @@ class DomainTransport:
         received_rows: Sequence[int],
         sent_rows: Sequence[int],
     ) -> Callable[[], None]:
-        """Send rows of bytes to each domain, so many of them, and receive those of each. What is
-        returned waits: on a GPU it lets the current stream wait."""
+        """Send rows of bytes to each domain that takes part, so many of them, and receive those of
+        each. What is returned waits: on a GPU it lets the current stream wait."""
         cross = self._groups.cross
         if cross is None:
             return lambda: None
         self.raise_if_failed()
         splits = list(received_rows), list(sent_rows)
-        if self._nccl_ep is not None:
-            return self._by_nccl_ep(self._nccl_ep, received.split(splits[0]), sent.split(splits[1]))
+        if self._nccl_ep is not None or not all(self.takes_part):
+            return self.exchange_blocks(received.split(splits[0]), sent.split(splits[1]))
         if self._stream is None:
             return self._waiter(
                 lambda: [
@@ -85,11 +101,23 @@ class DomainTransport:
             self._stream, lambda: dist.all_to_all_single(received, sent, *splits, group=cross)
         )
 
-    def exchange_blocks(self, received: Blocks, sent: Blocks) -> Callable[[], None]:
-        """The same with a block of rows for each rank of the cross group, None for those with which
-        nothing is exchanged: they need not call this."""
+    def exchange_blocks(self, of_domains: Blocks, to_domains: Blocks) -> Callable[[], None]:
+        """The same with a block of rows for each domain, None for the own one, or for all where
+        nothing is exchanged. A domain that takes no part need not call this."""
         cross = self._groups.cross
-        if cross is None or not any(block is not None for block in (*received, *sent)):
+        if cross is None:
+            return lambda: None
+        kept, own = of_domains[self._domain], to_domains[self._domain]
+        if kept is not None and own is not None:
+            kept.copy_(own)
+        received, sent = (
+            [
+                blocks[domain] if self.takes_part[domain] and domain != self._domain else None
+                for domain in self._roll_call.members
+            ]
+            for blocks in (of_domains, to_domains)
+        )
+        if not any(block is not None for block in (*received, *sent)):
             return lambda: None
         self.raise_if_failed()
         if self._nccl_ep is not None:
@@ -136,7 +164,7 @@ class DomainTransport:
     def largest(self, value: torch.Tensor) -> None:
         """The largest of all ranks of all domains, in place of an int64 tensor. To be called where
         no kernel of the layer runs: it needs SMs of all ranks of the domain at once."""
-        for group in (self._groups.cross, self._groups.domain):
+        for group in self._num_rounds * (self._groups.cross, self._groups.domain):
             if group is not None:
                 self._reduce(value, group)
 
@@ -190,7 +218,7 @@ class DomainTransport:
         """A group of which a rank has gone cannot be used again."""
         if self._failure is not None:
             raise LostDomainError(
-                f"{self._failure}; make the groups and the layer anew without what is lost"
+                f"{self._failure}; call reset(groups) with groups of the ranks that are left"
             )
 
     def told(self) -> str:
@@ -263,10 +291,10 @@ def _messages(
     """Of gloo, whose all-to-all waits for ranks with which nothing is exchanged, too."""
     works = []
     for rank, block in enumerate(received):
-        if block is not None:
+        if block is not None and block.numel():
             works.append(dist.irecv(block, group=group, group_src=rank))
     for rank, block in enumerate(sent):
-        if block is not None:
+        if block is not None and block.numel():
             works.append(dist.isend(block, group=group, group_dst=rank))
     return [work for work in works if work is not None]
 

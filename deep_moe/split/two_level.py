@@ -7,7 +7,7 @@ costs, and what is rounded where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -46,6 +46,7 @@ from deep_moe.fused.checks import (
 from deep_moe.fused.input_preparation import prepare_rows
 from deep_moe.fused.mega_moe import call_with_layers, mega_moe
 from deep_moe.fused.options import (
+    MASKED_RANKS,
     CallArguments,
     CallOptions,
     given_options,
@@ -63,10 +64,11 @@ from .domain_groups import (
     NUM_TRANSPORT_SMS,
     DomainGroups,
     DomainPlace,
-    RollCall,
     check_backend,
+    ranks_of_groups,
     require_equal_everywhere,
 )
+from .domain_mask import DomainMask
 from .domain_routes import (
     Routes,
     add_in_domain_order,
@@ -86,6 +88,7 @@ from .domain_transport import (
     check_transport_sms,
 )
 from .foreign_tokens import raise_overflow, worst_of
+from .two_level_layer import check_groups, why_groups
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -298,8 +301,11 @@ class TwoLevelMoE:
         check_transport_sms(num_transport_sms)
         self._num_transport_sms = num_transport_sms
         self._timeout_s = timeout_of(timeout_s, is_emulated=device.type == "cpu")
-        self._transport = DomainTransport(
-            groups, device, self._timeout_s, RollCall(self._place, groups), transport
+        self._transport_name: TransportName = transport
+        self._groups = groups
+        self._transport = DomainTransport(groups, device, self._timeout_s, self._place, transport)
+        self._mask = DomainMask(
+            self._place, device, why_groups(transport, can_overflow=self.shape.can_overflow)
         )
         self.device = device
         self._turn = [None]  # who calls has it, as a buffer's
@@ -396,10 +402,13 @@ class TwoLevelMoE:
         room = self._room_for(most_tokens, x.shape[0])
         sizes = room.sizes
 
+        tensors = with_statistics(stats)
+        if self._mask.inside is not None:
+            tensors = {**tensors, MASKED_RANKS: self._mask.inside}
         inside = _DomainCall(
             weights,
             (l1_bias, l2_bias),
-            with_statistics(stats),
+            tensors,
             (activation, activation_clamp, fast_math),
             arguments,
         )
@@ -417,6 +426,8 @@ class TwoLevelMoE:
             else:
                 # Sizes first: they travel while tokens are quantized and put into rows.
                 goes = domains_of(topk_idx.long(), shape)
+                if not all(self._transport.takes_part):
+                    goes &= self._goes_there
                 routes = route_chunks(others(goes, self.domain), sizes)
                 agree = self._begin_to_agree(routes, sizes)
                 self._stage(x, topk_idx, topk_weights, rows, arguments.get("arch"))
@@ -468,13 +479,39 @@ class TwoLevelMoE:
             self._worst.zero_()
             raise_overflow(worst, self.shape, self.shape.num_ranks)
 
-    def reset(self) -> None:
-        """Make the layer usable again after a failed call inside a domain. Every rank of the domain
-        must call this; a layer that has lost a domain has to be made anew."""
-        self._transport.raise_if_failed()
-        self._worst.zero_()
+    def mask_ranks(self, ranks: Iterable[int]) -> None:
+        """Go on without these ranks, as of `TwoLevelAllToAll`.
+
+        Args:
+            ranks: numbers of the ranks to leave out, among those of all domains.
+        """
+        self._mask.leave_out(ranks)
+        self._leave_out()
+
+    def masked_ranks(self) -> list[int]:
+        """The ranks that are left out."""
+        return sorted(self._mask.ranks)
+
+    def reset(self, groups: DomainGroups | None = None) -> None:
+        """Make the layer usable again after a failed call, as of `TwoLevelAllToAll`.
+
+        Args:
+            groups: of the ranks that are left, if some are not.
+        """
+        check_groups(groups, self._place)
+        if groups is None:
+            self._transport.raise_if_failed()
         for buffer in {id(own): own for own in (self._own_buffer, self._buffer)}.values():
-            buffer.reset()
+            buffer.reset(None if groups is None else groups.domain)
+        there = ranks_of_groups(self._place, self._groups if groups is None else groups)
+        if groups is not None:
+            self._groups = groups
+            self._transport = DomainTransport(
+                *(groups, self.device, self._timeout_s, self._place, self._transport_name, there)
+            )
+        self._worst.zero_()
+        self._mask.rejoin(there)
+        self._leave_out()
 
     def close(self) -> None:
         """Give the memory back. The layer cannot be used after this."""
@@ -483,6 +520,7 @@ class TwoLevelMoE:
         self._transport.close()
         self._sent = self._received = self._partials = self._rows = torch.empty(0)
         self._own_ids = self._id_in_domain = torch.empty(0, dtype=torch.int64)
+        self._goes_there = torch.empty(0, dtype=torch.bool)
         self._staged = _Staged(*[torch.empty(0)] * 4)
         self._rooms.clear()
 
@@ -534,6 +572,12 @@ class TwoLevelMoE:
         )
         # The largest number of tokens for which there was no room so far, and where; 0 for none.
         self._worst = zeros((), torch.int64)
+        self._goes_there = torch.ones(shape.num_domains, dtype=torch.bool, device=self.device)
+
+    def _leave_out(self) -> None:
+        """Ranks of the mask."""
+        self._transport.leave_out(self._mask.domains)
+        self._goes_there.copy_(torch.tensor(self._transport.takes_part))
 
     # A call's steps.
 
@@ -721,9 +765,12 @@ class TwoLevelMoE:
         return lambda: self._exchanges_of(to_host(), sizes)
 
     def _fixed_exchanges(self, sizes: ExchangeSizes) -> list[_Exchange]:
+        """Rows for domains that are left out have their place, and nothing comes from there."""
         domains = range(self.shape.num_domains)
-        rows = [0 if d == self.domain else sizes.num_pair_rows for d in domains]
-        return [_Exchange(rows, rows)] * sizes.num_chunks
+        sent = [0 if d == self.domain else sizes.num_pair_rows for d in domains]
+        takes_part = self._transport.takes_part
+        received = [rows if takes_part[d] else 0 for d, rows in enumerate(sent)]
+        return [_Exchange(received, sent)] * sizes.num_chunks
 
     def _exchanges_of(self, on_host: Sequence[int], sizes: ExchangeSizes) -> list[_Exchange]:
         """Of the numbers that `_begin_to_agree` asks for, [numbers, chunks]."""
@@ -837,6 +884,7 @@ class TwoLevelMoE:
         back = first + sizes.num_chunk_rows - sizes.num_chunk_sent
         places = [back + other * sizes.num_pair_rows for other in range(sizes.num_other_domains)]
         places.insert(self.domain, own)
+        places = [p for p, here in zip(places, self._transport.takes_part, strict=True) if here]
         sums = [self._partials[place : place + number] for place in places]
         sum_rounded_once(sums, out[begin:end])
 

@@ -3,7 +3,7 @@ what travels between domains, and checks before anything does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +24,25 @@ from deep_moe.fused.run_settings import timeout_of
 from deep_moe.heuristics.domain_relay import RelayShape
 from deep_moe.tensor_memory import refuse_shared_memory
 
-from .domain_groups import DomainGroups, DomainPlace, check_backend, require_equal_everywhere
+from .domain_groups import (
+    DomainGroups,
+    DomainPlace,
+    check_backend,
+    ranks_of_groups,
+    require_equal_everywhere,
+)
+from .domain_mask import DomainMask
 from .domain_relay import DomainRelay
 from .domain_transport import TransportName, check_sms_beside, check_transport_sms
 from .profile import DumpsTraces
-from .split_layer import SplitLayer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from deep_moe.heuristics.low_latency import Step
+
+    from .low_latency import LowLatencyAllToAll
+    from .throughput import AllToAll
 
 
 def sms_beside_transport(
@@ -51,6 +60,30 @@ def sms_beside_transport(
     return num_sms
 
 
+def why_groups(transport: TransportName, *, can_overflow: bool) -> str | None:
+    """Why ranks of a layer's groups cannot be left out, if they cannot."""
+    if transport == "nccl_ep":
+        return "transport='nccl_ep' exchanges blocks with all domains of its group"
+    if can_overflow:
+        return (
+            "num_max_foreign_tokens bounds what travels, and all ranks of the groups tell each "
+            "other how much that was"
+        )
+    return None
+
+
+def check_groups(groups: DomainGroups | None, place: DomainPlace) -> None:
+    """An error unless these can be what `reset` is given."""
+    if groups is None:
+        return
+    require_type("groups", groups, DomainGroups, "DomainGroups or None")
+    if groups.domain is None and place.num_ranks > 1:
+        raise ValueError(
+            "groups.domain must be a group of the remaining ranks of the domain, also of one; "
+            "got None"
+        )
+
+
 def check_listed(shape: RelayShape, name: str, limit: int) -> None:
     """ValueError if own and foreign tokens of a call are more. name: the argument that says how
     many own ones there are."""
@@ -66,19 +99,21 @@ def check_listed(shape: RelayShape, name: str, limit: int) -> None:
 
 
 class TwoLevelLayer(DumpsTraces):
-    """One rank's. _most_tokens: the argument that bounds them."""
+    """One rank's. _most_tokens: the argument that bounds them. _may_return: whether ranks that were
+    left out may take part again without a reset."""
 
     shape: RelayShape
     device: torch.device
     rank: int
     _most_tokens: str
-    _inside: SplitLayer
+    _may_return = False
+    _inside: LowLatencyAllToAll | AllToAll
     _relay: DomainRelay
     _place: DomainPlace
 
     def _join(
         self,
-        inside: Callable[..., SplitLayer],
+        inside: Callable[..., LowLatencyAllToAll | AllToAll],
         domain_group: ProcessGroup | None,
         cross_group: ProcessGroup | None,
         sizes: Mapping[str, Any],
@@ -126,6 +161,12 @@ class TwoLevelLayer(DumpsTraces):
         self.device = self._inside.device
         self.rank = place.domain * place.num_ranks + place.rank
         self._place = place
+        self._mask = DomainMask(
+            place,
+            self.device,
+            why_groups(transport, can_overflow=shape.can_overflow),
+            may_return=self._may_return,
+        )
         self._relay = DomainRelay(
             shape,
             place,
@@ -179,6 +220,55 @@ class TwoLevelLayer(DumpsTraces):
                 self._relay.check()
             finally:
                 self._inside.check()
+
+    def mask_ranks(self, ranks: Iterable[int]) -> None:
+        """Go on without these ranks, from the next call on.
+
+        Their experts' slots count as unused, their tokens as none. So do, for the other ranks of
+        a masked one's number, the slots of all experts in its domain: it would have to pass their
+        tokens on. All remaining ranks of all domains must do this between the same two calls, and
+        before a CUDA graph captures one. After a call that failed because of those ranks,
+        `reset(groups)` does it.
+
+        Args:
+            ranks: numbers of the ranks to leave out, among those of all domains.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+        """
+        self._mask.leave_out(ranks)
+        self._relay.leave_out(self._mask.domains)
+
+    def masked_ranks(self) -> list[int]:
+        """The ranks that are left out."""
+        return sorted(self._mask.ranks)
+
+    def reset(self, groups: DomainGroups | None = None) -> None:
+        """Make the layer usable again after a failed call. Every rank of all domains must call
+        this; it returns when all have. Handles become invalid, and all ranks take part again.
+
+        Args:
+            groups: if ranks are dead, or the transport between domains has failed, new groups of
+                all others, which are those that call: `domain` the remaining ranks of this domain,
+                `cross` the remaining ones of this rank's number, in the order of the domains.
+                `make_domain_groups` makes both. Ranks that the groups do not lead to are left out,
+                as by `mask_ranks`.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: an argument has a value, shape, dtype or device that is not allowed; the
+                text names it.
+            LostDomainError: the transport has failed, and there are no new groups.
+        """
+        check_groups(groups, self._place)
+        if groups is None:
+            self._relay.transport.raise_if_failed()
+        self._inside.reset(None if groups is None else groups.domain)
+        there = ranks_of_groups(self._place, self.groups if groups is None else groups)
+        self._relay.rejoin(groups, there)
+        self._mask.rejoin(there)
 
     def close(self) -> None:
         """Give the memory back. The layer cannot be used after this."""

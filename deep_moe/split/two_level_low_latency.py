@@ -20,7 +20,6 @@ from deep_moe.fused.checks import (
     require_type,
 )
 from deep_moe.heuristics.low_latency import MAX_RELAYED_TOKENS
-from deep_moe.heuristics.shape import require_int
 from deep_moe.tensor_memory import refuse_shared_memory
 
 from .domain_groups import (
@@ -89,6 +88,7 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
     """
 
     _most_tokens = "num_max_tokens_per_rank"
+    _may_return = True
     _inside: LowLatencyAllToAll
 
     def __init__(
@@ -150,7 +150,6 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
         )
         # What receives, by the number of the dispatch.
         self._pending: dict[int, Callable[[], None]] = {}
-        self._masked: set[int] = set()
 
     @described_as(LowLatencyAllToAll.dispatch)
     def dispatch(
@@ -352,51 +351,24 @@ class TwoLevelLowLatencyAllToAll(TwoLevelLayer):
             finish()
 
     def mask_ranks(self, ranks: Iterable[int]) -> None:
-        """Go on without these ranks, from the next call on; an empty list lets all take part.
-
-        Their experts' slots count as unused, their tokens as none. So do, for the other ranks of
-        a masked one's number, the slots of all experts in its domain: it would have to pass their
-        tokens on. All remaining ranks of all domains must do this between the same two calls, and
-        before a CUDA graph captures one; after a call that failed because of those ranks, behind a
-        `reset` of each remaining rank.
+        """Go on without these ranks, as of `TwoLevelAllToAll`. An empty list lets all take part
+        that the groups lead to.
 
         Args:
             ranks: numbers of the ranks to leave out, among those of all domains.
         """
-        place, num_all = self._place, self.shape.num_all_ranks
-        masked = set()
-        for rank in ranks:
-            require_int("ranks", rank, f"0 to {num_all - 1} each")
-            if not 0 <= rank < num_all or rank == self.rank:
-                raise ValueError(
-                    f"ranks must be other ranks, 0 to {num_all - 1} but not {self.rank}; got {rank}"
-                )
-            masked.add(rank)
-        domains = [divmod(rank, place.num_ranks) for rank in masked]
-        self._inside.mask_ranks([r for domain, r in domains if domain == place.domain])
-        self._relay.mask([d for d, r in domains if r == place.rank and d != place.domain])
-        self._masked = masked
-
-    def masked_ranks(self) -> list[int]:
-        """The ranks that `mask_ranks` left out."""
-        return sorted(self._masked)
+        super().mask_ranks(ranks)
+        self._inside.mask_ranks(self._mask.ranks_inside)
 
     def reset(self, groups: DomainGroups | None = None) -> None:
-        """Make the layer usable again after a failed call. Every rank of all domains must call
-        this; it returns when all have. Handles become invalid, and all ranks take part again.
+        """Make the layer usable again after a failed call, as of `TwoLevelAllToAll`.
 
         Args:
-            groups: if ranks are dead, or the transport between domains has failed, new groups of
-                all others, which are those that call: `domain` the remaining ranks of this domain,
-                `cross` the remaining ones of this rank's number, in the order of the domains.
-                `mask_ranks` comes next if ranks are missing.
+            groups: of the ranks that are left, if some are not.
         """
-        if groups is not None:
-            require_type("groups", groups, DomainGroups, "DomainGroups or None")
-        self._inside.reset(None if groups is None else groups.domain)
-        self._relay.rejoin(groups)
+        super().reset(groups)
+        self._inside.mask_ranks(self._mask.ranks_inside)
         self._pending.clear()
-        self._masked = set()
 
     # A call's steps.
 

@@ -202,6 +202,7 @@ class TwoLevelAllToAll(TwoLevelLayer):
                     topk_weights=None if topk_weights is None else relay.weights_of(relayed),
                     x_sf=relay.x_sf if relay.x_sf.numel() else None,
                     handle=None if own is None else own.inside,
+                    masked_ranks=self._mask.inside,
                 )
         if own is not None:
             return received, own
@@ -239,7 +240,11 @@ class TwoLevelAllToAll(TwoLevelLayer):
                 weights = relay.weights_of(relayed)
             with relay.transport.naming_the_domain():
                 self._inside.combine(
-                    y, own.inside, topk_weights=weights, out=relay.sums_of(relayed)
+                    y,
+                    own.inside,
+                    topk_weights=weights,
+                    out=relay.sums_of(relayed),
+                    masked_ranks=self._mask.inside,
                 )
             relay.send_back(relayed)()
             return relay.add(relayed, out)
@@ -255,19 +260,14 @@ class TwoLevelAllToAll(TwoLevelLayer):
         own = own_handle(handle, TwoLevelHandle, self)
         with torch.no_grad():
             with self._relay.transport.naming_the_domain():
-                listed = self._inside.return_scalars(values, own.inside)
+                listed = self._inside.return_scalars(
+                    values, own.inside, masked_ranks=self._mask.inside
+                )
             return self._relay.add_numbers(own.relayed, listed)
 
     def get_combine_buffer(self) -> torch.Tensor:
         """As of `AllToAll`."""
         return self._inside.get_combine_buffer()
-
-    def reset(self) -> None:
-        """Make the layer usable again after a failed call inside a domain. Every rank of all
-        domains must call this; it returns when all have. Handles become invalid. A layer that has
-        lost a domain has to be made anew."""
-        self._inside.reset()
-        self._relay.rejoin(None)
 
     def _check_rows(self, x: torch.Tensor, x_sf: torch.Tensor | None) -> None:
         require_type("x", x, torch.Tensor, "a tensor")

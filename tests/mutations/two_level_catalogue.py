@@ -126,8 +126,8 @@ TWO_LEVEL_MUTATIONS = (
     _bounded(
         "ranks_of_the_domain_are_not_told",
         _TRANSPORT,
-        "for group in (self._groups.cross, self._groups.domain):",
-        "for group in (self._groups.cross,):",
+        "self._num_rounds * (self._groups.cross, self._groups.domain):",
+        "self._num_rounds * (self._groups.cross,):",
     ),
     _bounded(
         "calls_are_refused_for_ever",

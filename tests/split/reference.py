@@ -30,6 +30,28 @@ def quantized(
     return values, scales
 
 
+def ids_in_domains(
+    topk_idxs: Sequence[torch.Tensor],
+    num_experts_per_rank: int,
+    num_domains: int,
+    masked: Collection[int],
+) -> list[torch.Tensor]:
+    """topk_idxs of ranks in domains: slots count that somebody can carry. Not of masked ranks, and
+    of other domains only where the rank of the own number is there."""
+    num_ranks = len(topk_idxs) // num_domains
+    found = []
+    for rank, topk_idx in enumerate(topk_idxs):
+        owner = topk_idx // num_experts_per_rank
+        domain, number = owner // num_ranks, rank % num_ranks
+        relay = domain * num_ranks + number
+        is_lost = torch.zeros_like(topk_idx, dtype=torch.bool)
+        for other in masked:
+            is_lost |= (owner == other) | ((relay == other) & (domain != rank // num_ranks))
+        is_lost |= torch.tensor(rank in masked)
+        found.append(topk_idx.where((topk_idx >= 0) & ~is_lost, -1))
+    return found
+
+
 def used_experts(
     shape: LowLatencyShape, slots: Sequence[int], masked: Collection[int] = ()
 ) -> list[tuple[int, int]]:

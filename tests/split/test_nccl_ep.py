@@ -116,10 +116,13 @@ def test_a_masked_domain(run_ranks) -> None:
     def work(rank: int) -> None:
         nccl_ep_stand_in.install()
         layer = make(3, num_experts=9, transport="nccl_ep")
-        layer.mask_ranks([(rank + 1) % 3])
-        x = torch.zeros(1, SIZES["hidden"]).bfloat16()
+        with pytest.raises(ValueError, match=r"transport='nccl_ep' exchanges .* reset\(groups\)"):
+            layer.mask_ranks([(rank + 1) % 3])
+        exchange = NcclEpExchange(dist.group.WORLD, torch.device("cpu"), 600.0)
+        block = torch.zeros(2, 8).byte()
+        blocks = [None if peer == (rank + 1) % 3 else block for peer in range(3)]
         with pytest.raises(ValueError, match="with no domain masked"):
-            layer.dispatch(x, torch.zeros(1, SIZES["num_topk"], dtype=torch.int64))
+            exchange.exchange(blocks, blocks, 0)
         layer.close()
 
     run_ranks(3, work)

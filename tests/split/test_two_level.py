@@ -335,7 +335,7 @@ def test_a_domain_that_is_lost_is_named(run_ranks) -> None:
         arguments = x, tokens.topk_idx, tokens.topk_weights, weights
         with pytest.raises(LostDomainError) as caught:
             moe.call(*arguments, **CALL)
-        with pytest.raises(LostDomainError, match="make the groups and the layer anew"):
+        with pytest.raises(LostDomainError, match=r"call reset\(groups\) with groups of"):
             moe.call(*arguments, **CALL)
         return str(caught.value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from deep_moe.split.handle import Dispatched
 from deep_moe.split.two_level_low_latency import TwoLevelLowLatencyAllToAll
 
 from . import nccl_ep_stand_in
-from .reference import Inputs, bits, quantized, random_inputs, rows_of_expert, used_experts
+from .reference import (
+    Inputs,
+    bits,
+    ids_in_domains,
+    quantized,
+    random_inputs,
+    rows_of_expert,
+    used_experts,
+)
 
 SIZES: dict[str, Any] = {
     "num_max_tokens_per_rank": 4,
@@ -39,24 +48,6 @@ def shape_of(num_ranks: int, token_format: str = "fp8_128", **changes: Any) -> L
     """As if all ranks were one domain."""
     sizes = {name: changes.get(name, value) for name, value in SIZES.items()}
     return LowLatencyShape(num_ranks=num_ranks, token_format=token_format, **sizes)
-
-
-def without(inputs: Inputs, shape: LowLatencyShape, num_domains: int, masked: list[int]) -> Inputs:
-    """Slots count that somebody can carry: not of masked ranks, and of other domains only where the
-    rank of the own number is there."""
-    per_rank = shape.num_experts_per_rank
-    num_ranks = shape.num_ranks // num_domains
-    idxs = []
-    for rank, topk_idx in enumerate(inputs.topk_idxs):
-        owner = topk_idx // per_rank
-        domain, number = owner // num_ranks, rank % num_ranks
-        relay = domain * num_ranks + number
-        is_lost = torch.zeros_like(topk_idx, dtype=torch.bool)
-        for other in masked:
-            is_lost |= (owner == other) | ((relay == other) & (domain != rank // num_ranks))
-        is_lost |= torch.tensor(rank in masked)
-        idxs.append(topk_idx.where((topk_idx >= 0) & ~is_lost, -1))
-    return Inputs(inputs.xs, idxs, inputs.topk_weights, inputs.ys)
 
 
 def check_dispatched(
@@ -141,7 +132,8 @@ def check_call(
 ) -> None:
     rank = layer.rank
     given = random_inputs(shape, counts, seed, dtype=dtype)
-    inputs = without(given, shape, num_domains, masked or [])
+    used = ids_in_domains(given.topk_idxs, shape.num_experts_per_rank, num_domains, masked or [])
+    inputs = replace(given, topk_idxs=used)
     ids, weights = given.topk_idxs[rank], given.topk_weights[rank]
     result = layer.dispatch(given.xs[rank], ids, receive=receive)
     if not receive:
@@ -276,26 +268,6 @@ def test_room_for_some(run_ranks) -> None:
     assert "rank 0 of domain 1 has 3 tokens for domain 0" in first
 
 
-def test_masked_ranks(run_ranks) -> None:
-    """Rank 1 of domain 1 stays away: nobody waits for it, and who would need it to pass tokens on
-    does without that domain."""
-
-    def work(rank: int) -> None:
-        layer, shape = make(2), shape_of(4)
-        check_call(layer, shape, 2, (4, 3, 2, 1))
-        if rank != 3:
-            layer.mask_ranks([3])
-            assert layer.masked_ranks() == [3]
-            for seed in range(2):
-                check_call(layer, shape, 2, (4, 2, 3, 0), seed=seed, masked=[3])
-            with pytest.raises(ValueError, match=f"ranks must be other ranks.*got {rank}"):
-                layer.mask_ranks([rank])
-        dist.barrier()
-        layer.close()
-
-    run_ranks(4, work)
-
-
 def test_a_domain_that_is_lost_is_named_and_the_others_go_on(run_ranks) -> None:
     """Of three domains of one rank the last one's process ends."""
 
@@ -310,7 +282,7 @@ def test_a_domain_that_is_lost_is_named_and_the_others_go_on(run_ranks) -> None:
         with pytest.raises(LostDomainError) as caught:
             layer.dispatch(inputs.xs[rank], inputs.topk_idxs[rank])
         layer.reset(DomainGroups(None, left))
-        layer.mask_ranks([2])
+        assert layer.masked_ranks() == [2]
         for seed in range(2):
             check_call(layer, shape, 3, (4, 3, 2), seed=seed, masked=[2])
         dist.barrier(left)

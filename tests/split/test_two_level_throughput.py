@@ -3,6 +3,8 @@ domains, the emulator inside them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from deep_moe.heuristics.throughput import ThroughputShape
 from deep_moe.split.domain_groups import make_domain_groups
 from deep_moe.split.two_level_throughput import TwoLevelAllToAll
 
-from .reference import bits, quantized
+from .reference import bits, ids_in_domains, quantized
 from .throughput_reference import Inputs, check_received, places_of, random_inputs
 
 SIZES: dict[str, Any] = {
@@ -57,8 +59,20 @@ def expected_sums(
     shape: ThroughputShape, num_domains: int, rank: int, inputs: Inputs, weights: Any
 ) -> torch.Tensor:
     """Of each domain in slot order, rounded; then of the domains."""
-    num_ranks = shape.num_ranks // num_domains
     places = rows_by_slot(shape, num_domains, inputs.topk_idxs)
+    return sums_of_rows(shape, num_domains, rank, inputs, places, weights)
+
+
+def sums_of_rows(
+    shape: ThroughputShape,
+    num_domains: int,
+    rank: int,
+    inputs: Inputs,
+    places: dict[tuple[int, int, int], tuple[int, int]],
+    weights: Any = None,
+) -> torch.Tensor:
+    """The same of the slots that have a place."""
+    num_ranks = shape.num_ranks // num_domains
     out = torch.zeros(inputs.xs[rank].shape[0], shape.hidden)
     for token in range(out.shape[0]):
         for domain in range(num_domains):
@@ -70,6 +84,43 @@ def expected_sums(
                     part = part + weight * inputs.ys[owner][row].float()
             out[token] = out[token] + part.bfloat16().float()
     return out.bfloat16()
+
+
+def check_call(
+    layer: TwoLevelAllToAll,
+    shape: ThroughputShape,
+    num_domains: int,
+    counts: tuple[int, ...],
+    seed: int,
+    *,
+    given: bool = False,
+    masked: Collection[int] = (),
+) -> None:
+    """Every bit of a dispatch and of two combines. given: the caller has quantized the tokens."""
+    rank = layer.rank
+    order = sources_of(rank, shape.num_ranks, num_domains)
+    inputs = random_inputs(shape, counts, seed)
+    x, scales = inputs.xs[rank], None
+    if given:
+        x, scales = quantized(x, layer.token_format)
+    weights = inputs.topk_weights[rank] if seed else None
+    received, handle = layer.dispatch(x, inputs.topk_idxs[rank], topk_weights=weights, x_sf=scales)
+    used = ids_in_domains(inputs.topk_idxs, shape.num_experts_per_rank, num_domains, masked)
+    check_received(
+        shape,
+        received,
+        rank,
+        [used[source] for source in order],
+        [inputs.xs[source] for source in order],
+        token_format=layer.token_format,
+        weights=[inputs.topk_weights[source] for source in order] if seed else None,
+    )
+    for of_slots in (None, inputs.topk_weights[rank]):
+        out = layer.combine(inputs.ys[rank], handle, topk_weights=of_slots)
+        expected = expected_sums(
+            shape, num_domains, rank, replace(inputs, topk_idxs=used), of_slots
+        )
+        assert torch.equal(bits(out), bits(expected))
 
 
 @pytest.mark.parametrize(
@@ -84,36 +135,14 @@ def expected_sums(
 def test_every_bit_of_calls_in_turn(
     run_ranks, num_domains: int, num_ranks: int, token_format: str, given: bool
 ) -> None:
-    """given: the caller has quantized the tokens."""
     world = num_domains * num_ranks
     sizes = {**SIZES, "num_experts": 3 * world}
 
     def work(rank: int) -> None:
         layer = make(num_domains, token_format=token_format, num_experts=3 * world)
         shape = ThroughputShape(num_ranks=world, **sizes)
-        order = sources_of(rank, world, num_domains)
         for call, counts in enumerate([(4, 0, 3, 1), (0, 0, 0, 0), (2, 4, 4, 0)]):
-            inputs = random_inputs(shape, counts[:world], call)
-            x, scales = inputs.xs[rank], None
-            if given:
-                x, scales = quantized(x, token_format)
-            weights = inputs.topk_weights[rank] if call else None
-            received, handle = layer.dispatch(
-                x, inputs.topk_idxs[rank], topk_weights=weights, x_sf=scales
-            )
-            check_received(
-                shape,
-                received,
-                rank,
-                [inputs.topk_idxs[source] for source in order],
-                [inputs.xs[source] for source in order],
-                token_format=token_format,
-                weights=[inputs.topk_weights[source] for source in order] if call else None,
-            )
-            for of_slots in (None, inputs.topk_weights[rank]):
-                out = layer.combine(inputs.ys[rank], handle, topk_weights=of_slots)
-                expected = expected_sums(shape, num_domains, rank, inputs, of_slots)
-                assert torch.equal(bits(out), bits(expected))
+            check_call(layer, shape, num_domains, counts[:world], call, given=given)
         layer.check()
         dist.barrier()
         layer.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,18 +23,23 @@ def run_on_ranks(
     num_ranks: int,
     device_type: str,
     *args: Any,
-    start_method: Literal["spawn", "fork"] = "spawn",
+    start_method: Literal["spawn", "forkserver", "fork"] | None = None,
 ) -> None:
     """Run work(device, *args) in a process for each rank, all in one group: rank r on GPU r
     ("cuda") or emulated ("cpu"). If one fails, the others are ended, and the error holds its
     traceback.
 
-    start_method: "fork" saves the seconds in which a process imports PyTorch; CUDA does not
-    survive it."""
+    start_method: by default "spawn" for GPUs, and "forkserver" for emulated ranks: these are forks
+    of a process that has only imported, so that PyTorch is imported once and not by every rank.
+    "fork" starts them from this process, without the threads that its PyTorch computes with."""
+    if start_method is None:
+        start_method = "spawn" if device_type == "cuda" else "forkserver"
+    if start_method == "forkserver":
+        multiprocessing.set_forkserver_preload(["deep_moe.trial.calls"])
     with tempfile.TemporaryDirectory(prefix="deep_moe_ranks_") as folder:
         torch.multiprocessing.start_processes(
-            _run_spawned,
-            args=(work, num_ranks, device_type, folder, args),
+            _run_rank,
+            args=(work, num_ranks, device_type, folder, dict(os.environ), args),
             nprocs=num_ranks,
             start_method=start_method,
         )
@@ -59,14 +66,18 @@ def _save_result(
     torch.save(work(device, *args), files[dist.get_rank()])
 
 
-def _run_spawned(
+def _run_rank(
     rank: int,
     work: Callable[..., None],
     num_ranks: int,
     device_type: str,
     folder: str,
+    environment: dict[str, str],
     args: tuple[Any, ...],
 ) -> None:
+    # A server of forks keeps the environment in which it was started.
+    os.environ.clear()
+    os.environ.update(environment)
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)

@@ -123,7 +123,9 @@ def _run(device: torch.device, arguments: Any) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_vllm_runs_the_layer_that_is_timed(tmp_path: Path, num_ranks: int) -> None:
     path = tmp_path / "report.json"
-    run_on_ranks(_run, num_ranks, "cpu", parse_arguments([*WORDS, "--json", str(path)]))
+    run_on_ranks(
+        _run, num_ranks, "cpu", parse_arguments([*WORDS, "--json", str(path)]), start_method="spawn"
+    )
     report = json.loads(path.read_text())
     assert report["vllm"] == vllm.__version__
     assert set(report["absent"]) == {"cutlass"}
@@ -208,4 +210,4 @@ def _take(device: torch.device, weights: str) -> None:
 
 @pytest.mark.parametrize("weights", ["nvfp4", "int4", "mxfp8"])
 def test_vllm_takes_weights_of_other_formats(weights: str) -> None:
-    run_on_ranks(_take, 1, "cpu", weights)
+    run_on_ranks(_take, 1, "cpu", weights, start_method="spawn")

@@ -366,7 +366,7 @@ def test_switched_off_it_registers_nothing(monkeypatch):
 
 
 def test_two_ranks_of_which_one_is_idle(monkeypatch):
-    run_on_ranks(run_two_ranks, 2, "cpu")
+    run_on_ranks(run_two_ranks, 2, "cpu", start_method="spawn")
 
 
 def run_two_ranks(device: torch.device) -> None:

@@ -518,7 +518,7 @@ def test_a_layer_that_sglang_runs_is_loaded_as_without_deep_moe(monkeypatch):
 
 
 def test_two_ranks_get_new_weights_and_answer_alike():
-    run_on_ranks(replace_on_two_ranks, 2, "cpu")
+    run_on_ranks(replace_on_two_ranks, 2, "cpu", start_method="spawn")
 
 
 def replace_on_two_ranks(device: torch.device) -> None:

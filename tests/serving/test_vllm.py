@@ -647,7 +647,7 @@ def test_another_plugin_in_its_place_is_named(installed, caplog):
 
 
 def test_two_ranks_run_gpt_oss():
-    run_on_ranks(run_gpt_oss_ranks, 2, "cpu")
+    run_on_ranks(run_gpt_oss_ranks, 2, "cpu", start_method="spawn")
 
 
 def run_gpt_oss_ranks(device: torch.device) -> None:
@@ -672,7 +672,7 @@ def run_gpt_oss_ranks(device: torch.device) -> None:
 
 @pytest.mark.parametrize("parallel", ["tp_ep", "dp_ep", "tp"])
 def test_two_ranks_give_what_one_gives(parallel):
-    run_on_ranks(run_two_ranks, 2, "cpu", parallel)
+    run_on_ranks(run_two_ranks, 2, "cpu", parallel, start_method="spawn")
 
 
 def run_two_ranks(device: torch.device, parallel: str) -> None:
@@ -710,7 +710,7 @@ def run_two_ranks(device: torch.device, parallel: str) -> None:
 
 
 def test_sequence_parallelism_gives_every_rank_a_share():
-    run_on_ranks(run_sequence_parallel, 4, "cpu")
+    run_on_ranks(run_sequence_parallel, 4, "cpu", start_method="spawn")
 
 
 def run_sequence_parallel(device: torch.device) -> None:

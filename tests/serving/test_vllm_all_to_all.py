@@ -165,7 +165,7 @@ def test_what_does_not_go_together_is_refused():
 
 
 def test_two_ranks():
-    run_on_ranks(run_two_ranks, 2, "cpu")
+    run_on_ranks(run_two_ranks, 2, "cpu", start_method="spawn")
 
 
 def run_two_ranks(device: torch.device) -> None:

@@ -223,7 +223,7 @@ def test_two_batches_at_once(monkeypatch):
 
 
 def test_two_ranks():
-    run_on_ranks(run_two_ranks, 2, "cpu")
+    run_on_ranks(run_two_ranks, 2, "cpu", start_method="spawn")
 
 
 def run_two_ranks(device: torch.device) -> None:

@@ -277,7 +277,7 @@ def test_layers_whose_router_stays_vllms(installed, caplog, monkeypatch, reason)
 
 
 def test_ranks_that_share_tokens_route_their_own_shares():
-    run_on_ranks(run_sharers, 2, "cpu")
+    run_on_ranks(run_sharers, 2, "cpu", start_method="spawn")
 
 
 def run_sharers(device: torch.device) -> None:

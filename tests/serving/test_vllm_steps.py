@@ -164,7 +164,7 @@ def test_what_the_steps_do_not_take_goes_vllms_way(in_steps, caplog):
 
 @pytest.mark.parametrize("parallel", ["tp_ep", "dp_ep"])
 def test_two_ranks(parallel):
-    run_on_ranks(run_two_ranks, 2, "cpu", parallel)
+    run_on_ranks(run_two_ranks, 2, "cpu", parallel, start_method="spawn")
 
 
 def run_two_ranks(device: torch.device, parallel: str) -> None:

@@ -214,8 +214,8 @@ def on_a_rank(_device: torch.device) -> dict[str, torch.Tensor]:
 
 def test_over_ranks_it_is_one_rank() -> None:
     """Experts on two ranks, by Megatron's expert-parallel group, with uneven tokens."""
-    (whole,) = results_of_ranks(on_a_rank, 1, "cpu")
-    parts = results_of_ranks(on_a_rank, 2, "cpu")
+    (whole,) = results_of_ranks(on_a_rank, 1, "cpu", start_method="spawn")
+    parts = results_of_ranks(on_a_rank, 2, "cpu", start_method="spawn")
     for name, expected in whole.items():
         found = [part[name].float() for part in parts]
         both = sum(found) if name == "router" else torch.cat(found)

@@ -134,8 +134,8 @@ def on_a_rank(_device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def test_over_ranks_it_is_one_rank() -> None:
-    (whole,) = results_of_ranks(on_a_rank, 1, "cpu")
-    parts = results_of_ranks(on_a_rank, 2, "cpu")
+    (whole,) = results_of_ranks(on_a_rank, 1, "cpu", start_method="spawn")
+    parts = results_of_ranks(on_a_rank, 2, "cpu", start_method="spawn")
     for name, expected in whole.items():
         found = [part[name].float() for part in parts]
         both = sum(found) if name.startswith("router") else torch.cat(found)

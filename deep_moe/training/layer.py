@@ -193,7 +193,7 @@ class MoELayer(nn.Module):
         Args:
             x: bfloat16 [tokens, hidden].
             topk_idx: int64 or int32 [tokens, topk], -1 for an unused slot.
-            topk_weights: float32 [tokens, topk].
+            topk_weights: float32 [tokens, topk], or bfloat16, as FSDP2's mixed precision has it.
 
         Raises:
             TypeError: an argument has the wrong type.
@@ -214,6 +214,8 @@ class MoELayer(nn.Module):
             ):
                 columns = f"hidden ({self.hidden})" if is_x else "topk"
                 raise ValueError(f"{name} must be [..., {columns}]; got {tuple(tensor.shape)}")
+        if topk_weights.dtype == torch.bfloat16:
+            topk_weights = topk_weights.float()
         out = moe(
             x.reshape(-1, self.hidden),
             topk_idx.reshape(-1, topk_idx.shape[-1]),

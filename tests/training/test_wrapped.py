@@ -3,14 +3,14 @@ state dicts and optimizers. Each either trains as the layer alone does, or is re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -32,12 +32,14 @@ def layer_of(**options: Any) -> deep_moe.MoELayer:
     return deep_moe.MoELayer(SIZE, SIZE, NUM_EXPERTS, **options)
 
 
-def loss(module: torch.nn.Module, rank: int, number: int) -> torch.Tensor:
+def loss(module: Callable[..., torch.Tensor], rank: int, number: int) -> torch.Tensor:
     """Of a batch of this rank."""
     generator = torch.Generator().manual_seed(NUM_PASSES * rank + number)
     x = torch.randn(NUM_TOKENS, SIZE, generator=generator).bfloat16()
     topk_idx = torch.arange(2 * NUM_TOKENS).view(NUM_TOKENS, 2) % NUM_EXPERTS
-    out = module(x, topk_idx, torch.rand(NUM_TOKENS, 2, generator=generator))
+    # Numbers that BF16 has, because FSDP2's mixed precision rounds what a module is given.
+    topk_weights = torch.rand(NUM_TOKENS, 2, generator=generator).bfloat16().float()
+    out = module(x, topk_idx, topk_weights)
     return out.float().square().mean()
 
 
@@ -60,16 +62,25 @@ def gradients(module: torch.nn.Module) -> Gradients:
     return found
 
 
-def sharded(rank: int, **options: Any) -> torch.nn.Module:
-    """After passes, of which the last one brings the ranks' gradients together."""
+def sharded(rank: int, *, is_wide: bool = False, **options: Any) -> torch.nn.Module:
+    """After passes, of which the last one brings the ranks' gradients together. is_wide: with
+    shards and sums of gradients in float32."""
     layer = layer_of(**options)
-    fully_shard(layer)
+    policy = MixedPrecisionPolicy()
+    if is_wide:
+        layer.float()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(layer, mp_policy=policy)
     for number in range(NUM_PASSES):
         is_last = number == NUM_PASSES - 1
         layer.set_requires_gradient_sync(is_last)  # type: ignore[operator]
         layer.set_reshard_after_backward(is_last)  # type: ignore[operator]
         loss(layer, rank, number).backward()
     return layer
+
+
+def sharded_in_float32(rank: int, **options: Any) -> torch.nn.Module:
+    return sharded(rank, is_wide=True, **options)
 
 
 def replicated(rank: int, *, has_views: bool = False, **options: Any) -> torch.nn.Module:
@@ -86,7 +97,7 @@ def replicated_in_views(rank: int, **options: Any) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_wgrad"])
-@pytest.mark.parametrize("wrapped", [sharded, replicated, replicated_in_views])
+@pytest.mark.parametrize("wrapped", [sharded, sharded_in_float32, replicated, replicated_in_views])
 def test_ranks_accumulate_what_one_would(
     run_ranks: RunRanks, wrapped: Callable[..., torch.nn.Module], precision: str
 ) -> None:
@@ -173,6 +184,34 @@ def test_checkpointed_layers_have_the_same_bits(
     else:
         found = step(checkpoints=True)
     assert_equal_bits(found, expected)
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD  # type: ignore[misc]
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["process group", "all-to-all"])
+def test_over_a_group_it_is_the_same(group: dist.ProcessGroup, kind: str) -> None:
+    """With checkpoints, and with gradients that the backward pass adds up."""
+    shared: Any = group
+    if kind == "all-to-all":
+        shared = deep_moe.AllToAll(None, NUM_TOKENS, SIZE, NUM_EXPERTS, 2, 64, expert_alignment=8)
+    layers = [layer_of(precision="fp8_wgrad", group=shared) for _ in range(2)]
+    layers.append(layer_of(precision="fp8_wgrad", group=shared, fuse_wgrad_accumulation=True))
+
+    def checkpointed(*given: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(layers[1], *given, use_reentrant=False)
+        return out
+
+    for call in (layers[0], checkpointed, layers[2]):
+        for number in range(2):
+            loss(call, 0, number).backward()
+    expected, *others = map(gradients, layers)
+    for found in others:
+        assert_equal_bits(found, expected)
 
 
 def adapted(layer: Layer, a: torch.Tensor, b: torch.Tensor, *, plain: bool) -> torch.Tensor:

@@ -39,7 +39,8 @@ from .training_bounds import Formula, bounds_of_layer
 
 MAX_TOKENS = 24  # of a rank
 _NUM_HELD = 7  # the first axes, which are compiled in
-_WEIGHTS = ("w1", "w3", "w2", "b1", "b3", "b2")
+_MATRICES = ("w1", "w3", "w2")
+_WEIGHTS = (*_MATRICES, "b1", "b3", "b2")
 _ALL_EXPERTS_SHARE = 8  # rows at a multiple of which an expert begins
 
 Tensors = dict[str, torch.Tensor | None]
@@ -74,6 +75,8 @@ AXES: dict[str, tuple[Any, ...]] = {
     "slots": ("all", "unused", "named twice", "none in the last token", "all to one expert"),
     "gates": ("numbers", "some zero", "all zero"),
     "schedule": SCHEDULES,
+    # Of weights' gradients: returned, or added to zeros of their type or of float32.
+    "sums": ("returned", "grad", "main_grad"),
 }
 _SIZES = tuple(map(len, AXES.values()))
 CASES_PER_ROUND = rows_of_a_round(_SIZES, _NUM_HELD)
@@ -221,6 +224,12 @@ class TrainingCase:
         kept = self.values["kept"]
         options: dict[str, Any] = {"recompute": kept in ("nothing", "received tokens only")}
         options["quantize_kept"] = kept == "quantized"
+        sums = self.values["sums"]
+        options["fuse_wgrad_accumulation"] = sums != "returned"
+        if sums != "returned":
+            for weight in (own[name] for name in _MATRICES if name in own):
+                dtype = weight.dtype if sums == "grad" else torch.float32
+                setattr(weight, sums, torch.zeros_like(weight, dtype=dtype))
         if group is not None:
             options["keep_received"] = kept.startswith("received")
         out = moe(
@@ -239,8 +248,11 @@ class TrainingCase:
             arch=self.steps,
             **options,
         )
-        gradients = torch.autograd.grad(out, list(own.values()), d_out[tokens])
-        return {"out": out.detach(), **dict(zip(own, gradients, strict=True))}
+        out.backward(d_out[tokens])
+        results: dict[str, Any] = {name: tensor.grad for name, tensor in own.items()}
+        if sums == "main_grad":
+            results |= {name: getattr(own[name], sums) for name in _MATRICES if name in own}
+        return {"out": out.detach(), **results}
 
     def _change_slots(self, topk_idx: torch.Tensor) -> None:
         slots = self.values["slots"]

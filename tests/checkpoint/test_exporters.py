@@ -277,6 +277,35 @@ def test_what_stands_for_no_number(
         load_experts(tmp_path, LAYER)
 
 
+@pytest.mark.parametrize(
+    ("case", "suffix", "dtype", "value"),
+    [
+        ("nvfp4 modelopt", ".weight_scale", torch.uint8, 0x7F),
+        ("nvfp4 compressed-tensors", ".weight_scale", torch.uint8, 0xB8),
+        ("int4 32", ".weight_scale", torch.bfloat16, torch.nan),
+        ("w4afp8", ".weight_scale_inv", torch.bfloat16, torch.inf),
+        ("mxfp8", ".weight_scale_inv", torch.uint8, 0xFF),
+        ("fp8 per row", ".weight_scale", torch.float32, -1),
+        ("gptq", ".qzeros", torch.int32, 0x6777_7777),
+        ("gptq", ".g_idx", torch.int32, 0),
+        ("gptq", ".scales", torch.float16, torch.nan),
+        ("awq", ".qzeros", torch.int32, 0x7888_8888),
+    ],
+)
+def test_one_wrong_value_in_the_last_place(
+    tmp_path: Path, case: str, suffix: str, dtype: torch.dtype, value: float
+) -> None:
+    def by(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(dtype).view(-1)[-1] = value
+        return tensor
+
+    write(tmp_path, case)
+    name = NAME.format(expert=1, part="up") + suffix
+    change(tmp_path, name, by)
+    with pytest.raises(CheckpointError, match=name):
+        load_experts(tmp_path, LAYER)
+
+
 @pytest.mark.parametrize("case", [name for name in CASES if name.startswith("nvfp4")])
 def test_scales_of_zero_and_values_of_minus_zero(tmp_path: Path, case: str) -> None:
     """As older exporters write blocks of zeros."""

@@ -16,7 +16,7 @@ from ..machine import SCHEDULES
 from .causes import Cause, Suppression, read_suppressions, split_suppressed
 from .launch_files import run_launch_file
 from .options import CHIP_NAMES, MAX_DEVICES, MAX_SMS, GpuOptions
-from .programs import ProgramRun, merge_runs, run_program
+from .programs import ProgramRun, merge_runs, run_program, run_side_by_side
 from .sarif import sarif_log
 
 FAIL_LEVELS = ("error", "warning", "never")
@@ -60,6 +60,14 @@ def check(
     runs: Annotated[
         int,
         typer.Option("--runs", min=1, help="How often to run it, each time with the next seed."),
+    ] = 1,
+    jobs: Annotated[
+        int,
+        typer.Option(
+            "--jobs",
+            min=1,
+            help="Runs of a program at a time. What each prints comes when it has ended.",
+        ),
     ] = 1,
     schedule: Annotated[
         str, typer.Option("--schedule", help=f"How warps take turns: {', '.join(SCHEDULES)}.")
@@ -125,15 +133,18 @@ def check(
         stop_at_findings=stop,
         strict_tcgen05=strict_tcgen05,
     )
-    results = []
-    for number in range(runs):
-        each = replace(options, seed=seed + number)
-        if len(command) == 2 and command[0].endswith(".ptx"):
-            results.append(run_launch_file(Path(command[0]), Path(command[1]), each))
-        else:
-            # The document has stdout to itself.
-            streams: dict[str, Any] = {"stdout": sys.stderr} if as_json else {}
-            results.append(run_program(command, each, timeout=timeout, **streams))
+    every = [replace(options, seed=seed + number) for number in range(runs)]
+    if len(command) == 2 and command[0].endswith(".ptx"):
+        results = [run_launch_file(Path(command[0]), Path(command[1]), each) for each in every]
+    elif jobs == 1:
+        # The document has stdout to itself.
+        streams: dict[str, Any] = {"stdout": sys.stderr} if as_json else {}
+        results = [run_program(command, each, timeout=timeout, **streams) for each in every]
+    else:
+        out = sys.stderr if as_json else sys.stdout
+        results = run_side_by_side(
+            command, every, jobs, timeout=timeout, stdout=out.buffer, stderr=sys.stderr.buffer
+        )
     run = merge_runs(results)
     reported, suppressed, unused = split_suppressed(run.causes, known)
     document = _document(command, run, reported, suppressed)

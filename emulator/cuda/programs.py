@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..findings import Finding, decode_finding
 from ..library import stand_in_path
@@ -108,12 +110,94 @@ def run_program(
     Raises:
         OSError: the program cannot be started.
     """
-    with prepared_environment(options or GpuOptions()) as (folder, variables):
-        process = subprocess.Popen(
-            list(command),
-            env={**os.environ, **(environment or {}), **variables},
-            start_new_session=timeout is not None,
-            **popen,
+    return _run(_Started(), command, options or GpuOptions(), timeout, environment or {}, popen)
+
+
+def run_side_by_side(
+    command: Sequence[str],
+    options: Sequence[GpuOptions],
+    jobs: int,
+    *,
+    timeout: float | None = None,
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+) -> list[ProgramRun]:
+    """Run a program once for each of `options`, several at a time.
+
+    Args:
+        command: the program and its arguments.
+        options: of the GPUs, for each run.
+        jobs: how many runs there are at a time.
+        timeout: seconds after which a run is ended, with all that it started.
+        stdout: gets what the runs print, in the order of `options`.
+        stderr: likewise.
+
+    Raises:
+        OSError: the program cannot be started.
+    """
+    started = _Started()
+
+    def one(own: GpuOptions) -> tuple[ProgramRun, bytes, bytes]:
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            popen = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err}
+            run = _run(started, command, own, timeout, {}, {**popen, "start_new_session": True})
+            out.seek(0)
+            err.seek(0)
+            return run, out.read(), err.read()
+
+    runs = []
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for run, printed, said in pool.map(one, options):
+                runs.append(run)
+                stdout.write(printed)
+                stdout.flush()
+                stderr.write(said)
+                stderr.flush()
+        except BaseException:
+            started.kill()
+            raise
+    return runs
+
+
+class _Started:
+    """Processes that may be ended together, if each has a session of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._is_over = False
+
+    def start(self, command: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
+        """Raises KeyboardInterrupt behind `kill`."""
+        with self._lock:
+            if self._is_over:
+                raise KeyboardInterrupt
+            process = subprocess.Popen(list(command), **popen)
+            self._processes.append(process)
+            return process
+
+    def kill(self) -> None:
+        with self._lock:
+            self._is_over = True
+            for process in self._processes:
+                if process.poll() is None:
+                    _kill_session(process)
+
+
+def _run(
+    started: _Started,
+    command: Sequence[str],
+    options: GpuOptions,
+    timeout: float | None,
+    environment: Mapping[str, str],
+    popen: Mapping[str, Any],
+) -> ProgramRun:
+    with prepared_environment(options) as (folder, variables):
+        process = started.start(
+            command,
+            env={**os.environ, **environment, **variables},
+            **{"start_new_session": timeout is not None, **popen},
         )
         status = _wait(process, timeout)
         return read_reports(folder.glob("*.jsonl"), status)
@@ -171,8 +255,7 @@ def _wait(process: subprocess.Popen[Any], timeout: float | None) -> int:
     try:
         status = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_session(process)
         process.wait()
         return TIMED_OUT
     except BaseException:
@@ -180,6 +263,11 @@ def _wait(process: subprocess.Popen[Any], timeout: float | None) -> int:
         process.wait()
         raise
     return status if status >= 0 else 128 - status
+
+
+def _kill_session(process: subprocess.Popen[Any]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def read_reports(paths: Iterable[Path], status: int) -> ProgramRun:

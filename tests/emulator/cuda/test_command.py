@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +88,52 @@ def test_runs_with_several_seeds_count_a_cause_once(image: Path):
     (cause,) = document["causes"]
     assert (cause["kind"], cause["count"]) == ("race", 2)
     assert document["launches"] == 6
+
+
+# Waits until as many runs as there are jobs are there, and prints its seed, the first one last.
+MEETS = """
+import os, re, sys, time
+from pathlib import Path
+seed = int(re.search(r"seed=(\\d+)", os.environ["WARPCHECK_OPTIONS"])[1])
+folder = Path(sys.argv[1])
+(folder / str(seed)).touch()
+end = time.monotonic() + 60
+while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
+    time.sleep(0.02)
+time.sleep(0.5 * (seed == 0))
+print(seed, len(list(folder.iterdir())) >= 2, flush=True)
+"""
+
+
+def test_runs_side_by_side_print_in_their_order(tmp_path: Path):
+    words = ("--runs", "3", "--jobs", "2", sys.executable, "-c", MEETS, tmp_path)
+    result = check(*words)
+    assert (result.returncode, result.stdout) == (0, "0 True\n1 True\n2 True\n")
+
+
+def test_runs_side_by_side_find_what_others_find(image: Path):
+    result = check("--runs", "2", "--jobs", "2", "--json", *program("race", image))
+    (cause,) = json.loads(result.stdout)["causes"]
+    assert (result.returncode, cause["kind"], cause["count"]) == (1, "race", 2)
+
+
+def test_an_interrupt_ends_all_runs(tmp_path: Path):
+    lives = "import os, sys, time; open(sys.argv[1] + '/' + str(os.getpid()), 'w'); time.sleep(300)"
+    code = "from deep_moe.emulator.cuda.command import main; main()"
+    words = ["--runs", "2", "--jobs", "2", sys.executable, "-c", lives, str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        # As a shell that runs this in the background ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        stderr=subprocess.DEVNULL,
+    )
+    end = time.monotonic() + 60
+    while len(pids := [int(path.name) for path in tmp_path.iterdir()]) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) != 0
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_what_is_suppressed_does_not_fail(image: Path, tmp_path: Path):

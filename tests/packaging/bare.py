@@ -8,7 +8,8 @@ compiler on the path. Where pip would take a PyTorch with CUDA of several gigaby
 PyTorch is installed instead; there all files must compile and the emulator must run a kernel. The
 wheel of `warpcheck`, with what it asks for, must run that kernel in an environment of its own.
 `--cuda-torch` installs it all the same. Pythons are sought on the path and among pyenv's;
-`--debian` takes the others from Debian's packages, into build/pythons.
+`--debian` takes the others from Debian's packages, into build/pythons, the newest one with Debian's
+PyTorch, which has no CUDA, so that a layer runs there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from . import debian
@@ -64,8 +64,9 @@ assert (array == np.arange(64, dtype=np.uint32) ** 2 + 7).all()
 def main(arguments: list[str]) -> int:
     with_cuda = "--cuda-torch" in arguments
     named = [argument for argument in arguments if not argument.startswith("--")]
-    own = debian.python if "--debian" in arguments else None
-    pythons = named or [found(version, own) for version in VERSIONS]
+    pythons: list[tuple[str, Path | None]] = [(name, None) for name in named]
+    if not named:
+        pythons = [found(version, "--debian" in arguments) for version in VERSIONS]
     failed = False
     with tempfile.TemporaryDirectory(prefix="deep_moe_wheel_") as folder:
         emulator = copy_of(ROOT / "emulator", Path(folder, "warpcheck"))
@@ -74,13 +75,14 @@ def main(arguments: list[str]) -> int:
             subprocess.run([*build, str(source)], check=True, capture_output=True)
         (wheel,) = Path(folder).glob("deep_moe-*.whl")
         (warpcheck,) = Path(folder).glob("warpcheck-*.whl")
-        for python in pythons:
+        for python, torch in pythons:
             if not works(python):
                 print(f"{python:12} not here", flush=True)
                 continue
             try:
-                result = check(python, wheel, Path(folder, "venv"), with_cuda)
-                result += "; " + check(python, warpcheck, Path(folder, "venv"), with_cuda)
+                venv = Path(folder, "venv")
+                result = check(python, wheel, venv, with_cuda, torch)
+                result += "; " + check(python, warpcheck, venv, with_cuda)
             except subprocess.CalledProcessError as error:
                 failed = True
                 output = f"{error.stdout or ''}{error.stderr or ''}"[-4000:]
@@ -89,23 +91,26 @@ def main(arguments: list[str]) -> int:
     return int(failed)
 
 
-def found(version: str, elsewhere: Callable[[str, Path], Path] | None) -> str:
-    """elsewhere: what fetches one into a folder."""
+def found(version: str, at_debian: bool) -> tuple[str, Path | None]:
+    """A Python, and a folder with a PyTorch for it, where pip has none without CUDA."""
     name = f"python{version}"
-    if works(name):
-        return name
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    for path in pyenv.glob(f"{version}.*/bin/{name}"):
-        if works(str(path)):
-            return str(path)
-    if elsewhere is None:
-        return name
+    newest = version == VERSIONS[-1]  # which Debian's PyTorch may be made for
+    if not (at_debian and newest):
+        if works(name):
+            return name, None
+        pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+        for path in pyenv.glob(f"{version}.*/bin/{name}"):
+            if works(str(path)):
+                return str(path), None
+        if not at_debian:
+            return name, None
     try:
         PYTHONS.mkdir(parents=True, exist_ok=True)
-        return str(elsewhere(version, PYTHONS))
+        script = debian.python(version, PYTHONS, with_torch=newest)
+        return str(script), debian.torch_for(script) if newest else None
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"{name:12} not among Debian's packages: {getattr(error, 'stderr', '') or error}")
-        return name
+        return name, None
 
 
 def works(python: str) -> bool:
@@ -116,9 +121,15 @@ def works(python: str) -> bool:
         return False
 
 
-def check(python: str, wheel: Path, venv: Path, with_cuda: bool) -> str:
-    """What was found in a new environment."""
+def check(python: str, wheel: Path, venv: Path, with_cuda: bool, torch: Path | None = None) -> str:
+    """What was found in a new environment. torch: a folder that has it, in place of pip's."""
     subprocess.run([python, "-m", "venv", str(venv)], check=True, capture_output=True)
+    constraints = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
+    if torch is not None:
+        (packages,) = venv.glob("lib/python3.*/site-packages")
+        (packages / "torch.pth").write_text(f"{torch}\n")
+        constraints = [line for line in constraints if not line.startswith("torch==")]
+    (venv / "constraints.txt").write_text("".join(constraints))
     try:
         return check_in(venv, wheel, with_cuda)
     finally:
@@ -151,12 +162,12 @@ def check_in(venv: Path, wheel: Path, with_cuda: bool) -> str:
         run("warpcheck", "--help")
         return "warpcheck: emulates"
     version = run("python", "-c", "import platform; print(platform.python_version())").strip()
-    install = ("pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt"))
+    install = ("pip", "install", "--quiet", "-c", str(venv / "constraints.txt"))
     report = run(*install, "--dry-run", "--report", "-", str(wheel))
     packages = {
         item["metadata"]["name"].lower(): item["metadata"] for item in json.loads(report)["install"]
     }
-    torch = packages.pop("torch")["version"]
+    packages.pop("torch", None)
     of_cuda = [name for name in packages if name.startswith(("nvidia-cublas", "nvidia-cudnn"))]
     if of_cuda and not with_cuda:
         needed = [
@@ -168,12 +179,13 @@ def check_in(venv: Path, wheel: Path, with_cuda: bool) -> str:
         run(*install, "--no-deps", *needed, str(wheel))
         run("python", "-W", "error", "-m", "compileall", "-q", *installed_packages(venv))
         run("python", "-c", KERNEL)
-        return f"{version}: without PyTorch (pip takes {torch} with CUDA): compiles, emulates"
+        return f"{version}: without PyTorch (pip takes one with CUDA): compiles, emulates"
     run(*install, str(wheel))
     missing = [row for row in json.loads(run("deep-moe", "doctor", "--json")) if row["remedy"]]
     compiler = {"host compiler"}  # a wheel needs none
     assert {row["name"] for row in missing} <= compiler, missing
     assert "ok" in run("deep-moe", *LAYER)
+    torch = run("python", "-c", "import torch; print(torch.__version__)").strip()
     return f"{version}: with PyTorch {torch}: doctor and a layer"
 
 

@@ -49,13 +49,16 @@ def unpack(
     unfinished.rename(folder)
 
 
-def python(version: str, folder: Path) -> Path:
+def python(version: str, folder: Path, with_torch: bool = False) -> Path:
     """Debian's newest Python of a version, such as "3.14", with venv and pip, as a script: it runs
-    with the C library that it was built for, which may be newer than this machine's."""
-    root = folder / f"python{version}"
+    with the C library that it was built for, which may be newer than this machine's.
+
+    with_torch: the libraries of Debian's PyTorch are there, too, for `torch_for`."""
+    root = folder / f"python{version}{'-torch' if with_torch else ''}"
     if not root.exists():
-        packages = (f"python{version}", f"python{version}-venv", "libstdc++6", "ca-certificates")
-        unpack(packages, root, ARCHITECTURES[platform.machine()], "sid")
+        packages = [f"python{version}", f"python{version}-venv", "libstdc++6", "ca-certificates"]
+        more = ["python3-torch"] if with_torch else []
+        unpack([*packages, *more], root, ARCHITECTURES[platform.machine()], "sid")
     # Python finds its files by where argument 0 lies: the script has the name of what it runs.
     script = root / "usr" / "bin" / f"python{version}"
     program = script.with_name(f"{script.name}-program")
@@ -67,11 +70,31 @@ def python(version: str, folder: Path) -> Path:
         script.rename(program)
     libraries = root / "usr" / "lib" / f"{platform.machine()}-linux-gnu"
     (loader,) = libraries.glob("ld-linux-*.so.*")
+    # In the last two Debian's installation would choose one of several by a link.
+    places = (libraries, libraries.parent, libraries / "blas", libraries / "lapack")
+    search = ":".join(map(str, places))
     script.write_text(
-        f'#!/bin/sh\nexec {loader} --argv0 "$0" --library-path {libraries} {program} "$@"\n'
+        f'#!/bin/sh\nexec {loader} --argv0 "$0" --library-path {search} {program} "$@"\n'
     )
     script.chmod(0o755)
     return script
+
+
+def torch_for(script: Path) -> Path | None:
+    """A folder with Debian's PyTorch alone, which has no CUDA, for a `python` with its libraries;
+    None if Debian made it for another version of Python."""
+    root = script.parents[2]
+    packages = root / "usr" / "lib" / "python3" / "dist-packages"
+    version = script.name.removeprefix("python").replace(".", "")
+    if not list(packages.glob(f"torch/_C.cpython-{version}-*.so")):
+        return None
+    alone = root / "torch"
+    alone.mkdir(exist_ok=True)
+    for path in [packages / "torch", packages / "torchgen", *packages.glob("torch-*.dist-info")]:
+        link = alone / path.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(path)
+    return alone
 
 
 def _mirror() -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .lazy import names_on_use
 
 if TYPE_CHECKING:
-    from . import activations, checkpoint, compat, integrations
+    from . import activations, balancing, checkpoint, compat, integrations
     from .biases.per_expert import (
         MegaMoEBiases,
         inverse_transform_biases,
@@ -142,7 +142,7 @@ _MODULES = {
     "transform_biases_for_mega_moe": "biases.per_expert",
     "transform_weights_for_mega_moe": "weights.transform",
 }
-_SUBMODULES = ("activations", "checkpoint", "compat", "integrations")
+_SUBMODULES = ("activations", "balancing", "checkpoint", "compat", "integrations")
 
 __all__ = [
     "AllToAll",
@@ -181,6 +181,7 @@ __all__ = [
     "TwoLevelLowLatencyAllToAll",
     "TwoLevelMoE",
     "activations",
+    "balancing",
     "buffer_size",
     "checkpoint",
     "compat",

@@ -41,7 +41,7 @@ ROOMS = (
     ("weights.", "biases", "targets"),
     ("jit", "traces"),
     ("checkpoint", "fused"),
-    ("split",),
+    ("split", "balancing"),
     ("training",),
     ("compat",),
     ("integrations",),

@@ -65,9 +65,10 @@ class DomainRelay:
         timeout_s: float,
         arch: str | None,
         transport: TransportName,
+        num_transport_sms: int,
     ) -> None:
         self.shape = shape
-        self._transport_name: TransportName = transport
+        self._transport: tuple[TransportName, int] = (transport, num_transport_sms)
         self.place = place
         self.device = device
         self._timeout_s = timeout_s
@@ -81,7 +82,7 @@ class DomainRelay:
         """there: as of `DomainTransport`."""
         self.groups = groups
         self.transport = DomainTransport(
-            *(groups, self.device, self._timeout_s, self.place, self._transport_name, there)
+            *(groups, self.device, self._timeout_s, self.place, *self._transport, there)
         )
         self.leave_out([])
 

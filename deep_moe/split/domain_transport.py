@@ -39,7 +39,8 @@ class DomainTransport:
     """One rank's way to the ranks of its rank in other domains, and, for what all ranks must know,
     to all ranks.
 
-    there: numbers of the ranks that the groups lead to, by default all.
+    num_sms: that kernels leave to it. there: numbers of the ranks that the groups lead to, by
+    default all.
 
     Attributes:
         takes_part: of each domain whether rows go there: the own one, and those whose rank of the
@@ -53,6 +54,7 @@ class DomainTransport:
         timeout_s: float,
         place: DomainPlace,
         name: TransportName,
+        num_sms: int,
         there: Collection[int] | None = None,
     ) -> None:
         check_transport(name)
@@ -68,7 +70,7 @@ class DomainTransport:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._nccl_ep: NcclEpExchange | None = None
         if name == "nccl_ep" and groups.cross is not None:
-            self._nccl_ep = NcclEpExchange(groups.cross, device, timeout_s)
+            self._nccl_ep = NcclEpExchange(groups.cross, device, timeout_s, num_sms)
 
     def leave_out(self, domains: Collection[int]) -> None:
         """Send nothing to these domains, and await nothing from them, from now on."""

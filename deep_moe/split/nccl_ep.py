@@ -43,13 +43,17 @@ def load_nccl_ep() -> Any:
 
 
 class NcclEpExchange:
-    """One rank's end of a cross group. timeout_s: how long ranks wait for other domains."""
+    """One rank's end of a cross group. timeout_s: how long ranks wait for other domains. num_sms:
+    most SMs of its kernels; 0: as many as NCCL EP takes by itself."""
 
-    def __init__(self, group: ProcessGroup, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, group: ProcessGroup, device: torch.device, timeout_s: float, num_sms: int
+    ) -> None:
         self.ep = load_nccl_ep()
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._device = device
         self._timeout_s = timeout_s
+        self._num_sms = num_sms
         # Which takes the current GPU.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._communicator = self.ep.interop.torch.get_nccl_comm_from_group(group)
@@ -98,6 +102,7 @@ class NcclEpExchange:
             max_dispatch_tokens_per_rank=most_rows,
             max_token_bytes=row_bytes,
             num_topk=1,
+            max_num_sms=self._num_sms,
             timeout_ns=round((self._timeout_s + _LONGER_S) * 1e9),
         )
         return self.ep.Group.create(self._communicator, config)

@@ -303,7 +303,9 @@ class TwoLevelMoE:
         self._timeout_s = timeout_of(timeout_s, is_emulated=device.type == "cpu")
         self._transport_name: TransportName = transport
         self._groups = groups
-        self._transport = DomainTransport(groups, device, self._timeout_s, self._place, transport)
+        self._transport = DomainTransport(
+            *(groups, device, self._timeout_s, self._place, transport, num_transport_sms)
+        )
         self._mask = DomainMask(
             self._place, device, why_groups(transport, can_overflow=self.shape.can_overflow)
         )
@@ -507,7 +509,8 @@ class TwoLevelMoE:
         if groups is not None:
             self._groups = groups
             self._transport = DomainTransport(
-                *(groups, self.device, self._timeout_s, self._place, self._transport_name, there)
+                *(groups, self.device, self._timeout_s, self._place),
+                *(self._transport_name, self._num_transport_sms, there),
             )
         self._worst.zero_()
         self._mask.rejoin(there)

@@ -175,6 +175,7 @@ class TwoLevelLayer(DumpsTraces):
             timeout_of(timeout_s, is_emulated=self.device.type == "cpu"),
             self._inside.settings.arch,
             transport,
+            num_transport_sms,
         )
 
     def __repr__(self) -> str:

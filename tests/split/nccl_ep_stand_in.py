@@ -44,6 +44,7 @@ class GroupConfig:
     max_token_bytes: int
     algorithm: Algorithm = Algorithm.LOW_LATENCY
     num_topk: int = 0
+    max_num_sms: int = 0
     timeout_ns: int = 0
 
 

@@ -55,8 +55,8 @@ def test_the_communicator_is_of_the_layers_gpu(run_ranks, monkeypatch) -> None:
             "get_nccl_comm_from_group",
             lambda group: asked.extend(current),
         )
-        NcclEpExchange(dist.group.WORLD, torch.device("cuda", 1), 600.0)
-        NcclEpExchange(dist.group.WORLD, torch.device("cpu"), 600.0)
+        NcclEpExchange(dist.group.WORLD, torch.device("cuda", 1), 600.0, 32)
+        NcclEpExchange(dist.group.WORLD, torch.device("cpu"), 600.0, 32)
         assert asked == [torch.device("cuda", 1)]
 
     run_ranks(1, work)
@@ -67,7 +67,7 @@ def test_a_first_exchange_in_inference_mode(run_ranks) -> None:
 
     def work(rank: int) -> None:
         nccl_ep_stand_in.install()
-        exchange = NcclEpExchange(dist.group.WORLD, torch.device("cpu"), 600.0)
+        exchange = NcclEpExchange(dist.group.WORLD, torch.device("cpu"), 600.0, 32)
         for mode in (torch.inference_mode, nullcontext):
             received, sent = torch.zeros(2, 3, 8).byte(), torch.zeros(2, 3, 8).byte() + rank
             with mode():
@@ -78,8 +78,9 @@ def test_a_first_exchange_in_inference_mode(run_ranks) -> None:
     run_ranks(2, work)
 
 
-def test_ranks_give_up_before_kernels_do(run_ranks, monkeypatch) -> None:
-    """NCCL EP's kernels end by a trap, which names nobody."""
+def test_what_kernels_are_made_with(run_ranks, monkeypatch) -> None:
+    """They end by a trap, which names nobody, so ranks give up before they do. They have the SMs
+    that the layer's kernels leave."""
 
     def work(rank: int) -> None:
         nccl_ep_stand_in.install()
@@ -90,11 +91,11 @@ def test_ranks_give_up_before_kernels_do(run_ranks, monkeypatch) -> None:
             "create",
             lambda comm, config: made.append(config) or create(comm, config),
         )
-        layer = make(2, transport="nccl_ep", timeout_s=300.0)
+        layer = make(2, transport="nccl_ep", timeout_s=300.0, num_transport_sms=5)
         x = torch.zeros(1, SIZES["hidden"]).bfloat16()
         layer.dispatch(x, torch.zeros(1, SIZES["num_topk"], dtype=torch.int64))
         layer.close()
-        assert made
+        assert {config.max_num_sms for config in made} == {5}
         assert all(300 < config.timeout_ns / 1e9 < 600 for config in made)
 
     run_ranks(2, work)
@@ -118,7 +119,7 @@ def test_a_masked_domain(run_ranks) -> None:
         layer = make(3, num_experts=9, transport="nccl_ep")
         with pytest.raises(ValueError, match=r"transport='nccl_ep' exchanges .* reset\(groups\)"):
             layer.mask_ranks([(rank + 1) % 3])
-        exchange = NcclEpExchange(dist.group.WORLD, torch.device("cpu"), 600.0)
+        exchange = NcclEpExchange(dist.group.WORLD, torch.device("cpu"), 600.0, 32)
         block = torch.zeros(2, 8).byte()
         blocks = [None if peer == (rank + 1) % 3 else block for peer in range(3)]
         with pytest.raises(ValueError, match="with no domain masked"):

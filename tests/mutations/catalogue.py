@@ -1209,31 +1209,31 @@ SM90_MUTATIONS = (
             (
                 "the_best_group_by_one_choice",
                 instead("sum_of_two", "key = next > 1 ? key : 1;"),
-                "test_experts_and_weights",
+                "check_experts_and_weights",
                 ROUTED_BY_GROUPS,
             ),
             (
                 "experts_of_other_groups",
                 removed("group_dropped"),
-                "test_experts_and_weights",
+                "check_experts_and_weights",
                 ROUTED_BY_GROUPS,
             ),
             (
                 "an_expert_twice",
                 removed("choice_taken"),
-                "test_experts_and_weights",
+                "check_experts_and_weights",
                 ROUTED_BY_GROUPS,
             ),
             (
                 "sums_of_half_a_warp",
                 replaced("halves_added", "distance", "distance / 2"),
-                "test_experts_and_weights",
+                "check_experts_and_weights",
                 ROUTED_BY_SOFTMAX,
             ),
             (
                 "sums_of_every_other_slot",
                 removed("pairs_added"),
-                "test_experts_and_weights",
+                "check_experts_and_weights",
                 ROUTED_FAST,
             ),
             (

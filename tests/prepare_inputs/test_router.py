@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ import deep_moe
 from deep_moe import Router
 from deep_moe.fused.buffer import SymmBuffer
 from deep_moe.trial.synthetic import exact_layer
+from tests.everyday import parametrize
 
 from .conftest import FILL, VIEWS, Target, bits
 
 CPU = Target("cpu", None)
+ARCHS = ("sm_100a", "sm_90a")
+DTYPES = (torch.float32, torch.bfloat16)
 NUM_TOKENS, NUM_TOPK = 11, 4
 RULES = {
     "softmax": Router(),
@@ -103,15 +107,39 @@ def routed(
     return buffer, *kept
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", RULES)
-def test_experts_and_weights(target: Target, rule: str, dtype: torch.dtype, has_bias: bool) -> None:
+def check_experts_and_weights(
+    target: Target, rule: str, dtype: torch.dtype, has_bias: bool
+) -> None:
     logits, bias = logits_of(64, dtype), bias_of(64) if has_bias else None
     _, experts, weights = routed(target, RULES[rule], logits, bias)
     expected_experts, expected_weights = expected(RULES[rule], logits, bias, NUM_TOPK)
     assert torch.equal(experts, expected_experts)
     torch.testing.assert_close(weights.double(), expected_weights, rtol=2e-6, atol=0)
+
+
+def everyday_cases() -> Iterator[tuple[str, torch.dtype, bool, str]]:
+    """Two of each rule that differ in all else, so every rule is seen with every other value."""
+    for number, rule in enumerate(RULES):
+        for first in (0, 1):
+            other_bias, other_arch = first ^ (number & 1), first ^ (number >> 1 & 1)
+            yield rule, DTYPES[first], bool(other_bias), ARCHS[other_arch]
+
+
+@parametrize(
+    ("rule", "dtype", "has_bias", "arch"),
+    itertools.product(RULES, DTYPES, (False, True), ARCHS),
+    everyday=list(everyday_cases()),
+)
+def test_experts_and_weights(rule: str, dtype: torch.dtype, has_bias: bool, arch: str) -> None:
+    check_experts_and_weights(Target("cpu", arch), rule, dtype, has_bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", RULES)
+def test_experts_and_weights_on_a_gpu(rule: str, dtype: torch.dtype, has_bias: bool) -> None:
+    check_experts_and_weights(Target("cuda", None), rule, dtype, has_bias)
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,55 @@ KERNEL()(u32* out) {
 """
 
 
+BY_A_BARRIER = """
+KERNEL()(u32* out) {
+    u32* const data = (u32*)dynamic_shared;
+    __shared__ alignas(8) u64 barrier;
+    const u32 at = u32(__cvta_generic_to_shared(&barrier));
+    if (threadIdx.x == 0) asm volatile("mbarrier.init.shared.b64 [%0], 1;" :: "r"(at) : "memory");
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        *data = 7;
+        asm volatile("ARRIVE" :: "r"(at) : "memory");
+    } else if (threadIdx.x == 32) {
+        u32 done = 0;
+        while (!done)
+            asm volatile("{ .reg .pred p; mbarrier.try_wait.parityWAIT.shared::cta.b64 p, [%1], 0;"
+                         " selp.u32 %0, 1, 0, p; }" : "=r"(done) : "r"(at) : "memory");
+        asm volatile("FENCE" ::: "memory");
+        *out = *data;
+    }
+}
+"""
+ARRIVES = "mbarrier.arrive{order}.shared::cta.b64 _, [%0];"
+FENCES = "fence.acq_rel.cta;"
+
+
+@pytest.mark.parametrize(
+    ("arrival", "wait", "fence", "is_race"),
+    [
+        (ARRIVES.format(order=""), "", "", False),
+        (ARRIVES.format(order=".relaxed.cta"), "", "", True),
+        (FENCES + ARRIVES.format(order=".relaxed.cta"), "", "", False),
+        (ARRIVES.format(order=""), ".relaxed.cta", "", True),
+        (ARRIVES.format(order=""), ".relaxed.cta", FENCES, False),
+        (FENCES + ARRIVES.format(order=".relaxed.cta"), ".relaxed.cta", FENCES, False),
+    ],
+)
+def test_relaxed_arrivals_and_waits_need_fences(
+    arrival: str, wait: str, fence: str, is_race: bool
+) -> None:
+    source = BY_A_BARRIER.replace("ARRIVE", arrival).replace("WAIT", wait).replace("FENCE", fence)
+    out = np.zeros(4, np.uint32)
+    with (
+        pytest.raises(RaceDetected, match="data race at shared offset")
+        if is_race
+        else nullcontext()
+    ):
+        run_kernel(source, out, threads=64)
+    assert is_race or out[0] == 7
+
+
 def test_lanes_that_arrived_are_ordered_for_those_that_wait() -> None:
     out = np.zeros(16, np.uint32)
     run_kernel(LANES_BY_MBARRIER.replace("COUNT", "32"), out, threads=32)

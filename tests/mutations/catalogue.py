@@ -739,7 +739,7 @@ SM90_MUTATIONS = (
     FP8("one_promoted_half_not_rescaled", removed("promoted_rescaled"), "result"),
     FP8(
         "scales_not_counted",
-        replaced("scales_counted", "block_bytes + scale_bytes", "block_bytes"),
+        replaced("weight_bytes", "block_bytes + scale_bytes", "block_bytes"),
         "race|misuse",
     ),
     *(
@@ -753,7 +753,7 @@ SM90_MUTATIONS = (
             ("token_scales_not_copied", removed("token_scales_copied"), "race|misuse|timeout"),
             (
                 "token_scales_not_counted",
-                replaced("token_scale_bytes", "(promotes_scales ? token_vector_bytes : 0)", "0"),
+                replaced("token_scale_bytes", " + token_vector_bytes", ""),
                 "race|misuse",
             ),
             ("stage_released_before_its_scales_are_read", removed("token_scales_read"), "race"),
@@ -1013,10 +1013,13 @@ SM90_MUTATIONS = (
         "misuse",
     ),
     # ---- loaders
-    M("stage_overwritten", instead("sm90_token_stage_free", "if (false) {"), "race"),
+    M("stage_overwritten", removed("sm90_token_stage_free"), "race"),
+    M("scale_stage_overwritten", instead("sm90_scale_stage_free", "if (false) {"), "race"),
     M("no_scale_may_change", replaced("may_change_scale", "has_own_scales", "false"), "result"),
     M("arrival_without_syncwarp", removed("scales_stored"), "race"),
+    M("arrival_before_destinations", removed("destinations_stored"), "race", weights="bf16"),
     M("factors_not_expected", replaced("factor_bytes", "num_vectors *", ""), "misuse"),
+    M("row_factors_not_expected", removed("row_bytes"), "race|misuse"),
     M(
         "destinations_of_padding",
         replaced("has_destination", "num_valid_rows", "Config::block_m"),

@@ -41,6 +41,14 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                  : "memory");
 }
 
+// Own CTA; announces `num_bytes` of copies. The phase waits for an arrival as before.
+__device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, uint32_t num_bytes) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+                 :
+                 : "r"(barrier), "r"(num_bytes)
+                 : "memory");
+}
+
 // Any CTA of the cluster; announces `num_bytes` of copies and arrives once.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx_shared_cluster(uint32_t barrier,
                                                                          uint32_t num_bytes) {

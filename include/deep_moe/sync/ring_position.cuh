@@ -19,6 +19,13 @@ struct RingPosition {
         }
     }
 
+    // The same so many times.
+    __device__ __forceinline__ void advance(uint32_t num_times) {
+        stage += num_times;
+        parity ^= stage / num_stages % 2;
+        stage %= num_stages;
+    }
+
     __device__ __forceinline__ static uint32_t stage_before(uint32_t stage) {
         return (stage == 0 ? num_stages : stage) - 1;
     }

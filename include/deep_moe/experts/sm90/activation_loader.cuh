@@ -27,8 +27,8 @@
 namespace deep_moe::sm90 {
 
 // Writes what Linear2's epilogue needs of each token: the row where its result goes, its scale, and
-// with biases its routing weight. Called before every k-block of Linear2. All lanes; a __syncwarp
-// and an arrival must follow.
+// with biases its routing weight. Called before every one of Linear2's last
+// num_destination_k_blocks k-blocks. All lanes; a __syncwarp and an arrival must follow.
 //
 // Math is some stages behind, so there is time for these reads, a microsecond or more for every
 // warp_size rows. If the stages do not last so long, the rows are read in parts, each before every
@@ -36,19 +36,27 @@ namespace deep_moe::sm90 {
 // on in clusters with FP8 weights; no gain without clusters with decoded weights, and up to 1 %
 // more time where the stages last.
 template <class Config>
+struct DestinationParts {
+    static constexpr uint32_t num_parts = ceil_div(Config::block_m, warp_size);
+    static constexpr uint32_t distance = 2;  // of k-blocks that have a part
+    static constexpr bool reads_in_parts =
+        Config::cluster_size > 1 &&
+        num_parts >= Config::num_stages&& Config::num_l2_k_blocks >= num_parts* distance;
+    // In front of these, the last of a block, rows are read.
+    static constexpr uint32_t num_k_blocks = reads_in_parts ? num_parts * distance : 1;
+};
+
+template <class Config>
 __device__ void store_destinations(const TokenPlaces<Config>& places, uint32_t first_row,
                                    uint32_t num_valid_rows, const SharedMemory<Config>& smem,
                                    uint32_t slot, uint32_t num_k_blocks_behind) {
-    constexpr uint32_t num_parts = ceil_div(Config::block_m, warp_size);
-    constexpr uint32_t distance = 2;  // of k-blocks that have a part
-    constexpr bool reads_in_parts = Config::cluster_size > 1 && num_parts >= Config::num_stages &&
-                                    Config::num_l2_k_blocks >= num_parts * distance;
-    if (num_k_blocks_behind >= (reads_in_parts ? num_parts * distance : 1)) return;  //~ all_read
+    using Parts = DestinationParts<Config>;
+    if (num_k_blocks_behind >= Parts::num_k_blocks) return;  //~ all_read
     uint32_t begin = 0;
     uint32_t end = Config::block_m;
-    if constexpr (reads_in_parts) {
-        if (num_k_blocks_behind % distance != 0) return;
-        begin = (num_parts - 1 - num_k_blocks_behind / distance) * warp_size;
+    if constexpr (Parts::reads_in_parts) {
+        if (num_k_blocks_behind % Parts::distance != 0) return;
+        begin = (Parts::num_parts - 1 - num_k_blocks_behind / Parts::distance) * warp_size;
         end = min(begin + warp_size, Config::block_m);
     }
     using Biases = typename Config::Biases;
@@ -121,68 +129,108 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
              SymmBuffer<Config>::has_own_scales) != 0;
         Rescaler<Config> rescaler(local, block, first_row);
 
-        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
-            const bool is_last = k_block_idx + 1 == num_k_blocks;
+        // What comes once, with the first stage. One thread, when that stage is free.
+        const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
+        const auto start_block = [&] {
+            if (!is_linear1 || !reads_pool) return;
+            // Scales, and the weights that go into Linear1's output.
+            constexpr bool has_weights = !Config::Biases::exist;
+            constexpr uint32_t num_vectors = (has_scales ? 1 : 0) + (has_weights ? 1 : 0);
+            if constexpr (num_vectors == 0) return;
+            const uint32_t full = smem.full_barriers(ring.stage);
+            ptx::mbarrier_expect_tx(full, num_vectors * token_vector_bytes);  //~ factor_bytes
+            if constexpr (has_scales) {
+                ptx::cp_async_bulk_shared_global(smem.l1_token_factors(slots.stage),
+                                                 local.l1_token_sf(0, first_row),
+                                                 token_vector_bytes, full);
+            }
+            if constexpr (has_weights) {
+                ptx::cp_async_bulk_shared_global(smem.topk_weights(slots.stage),
+                                                 local.l1_topk_weights(first_row),
+                                                 token_vector_bytes, full);
+            }
+        };
+        // A k-block, when its stage is free. One thread.
+        const auto start = [&](uint32_t k_block_idx, uint32_t stage) {
+            const uint32_t full = smem.full_barriers(stage);
+            if constexpr (promotes_scales) {
+                ptx::mbarrier_arrive_expect_tx(
+                    full, copy.num_bytes + token_vector_bytes);  //~ token_scale_bytes
+                const void* scales = is_linear1 ? local.l1_token_sf(k_block_idx, first_row)
+                                                : local.l2_token_sf(k_block_idx, first_row);
+                // Of a block without results, any numbers that nobody writes to.
+                if (!reads_pool) scales = linear.weight_blocks(args);
+                //~ token_scales_copied
+                ptx::cp_async_bulk_shared_global(smem.token_scales(stage), scales,
+                                                 token_vector_bytes, full);
+            } else {
+                ptx::mbarrier_arrive_expect_tx(full, copy.num_bytes);
+            }
+            copy.start(smem.activations(stage), k_block_idx, full);
+        };
+        // The same from k_block_idx up to `end`, each when its stage is free. One thread; false
+        // after an abort.
+        const auto load = [&](uint32_t k_block_idx, uint32_t end) {
+            auto place = ring;
+            const auto wait = [&] {
+                return waiter.mbarrier(WaitSite::activation_stage_empty,
+                                       smem.empty_barriers(place.stage), place.parity ^ 1);
+            };
+            if (k_block_idx == 0) {
+                if (!wait()) return false;
+                start_block();
+            }
+            for (uint32_t i = k_block_idx; i < end; ++i) {
+                //~ sm90_token_stage_free
+                if (!wait()) return false;
+                start(i, place.stage);
+                place.advance();
+            }
+            return true;
+        };
+        // The warp comes together only where it has more to do than to load: in front of Linear2's
+        // last k-blocks, and wherever a stage has scales.
+        const uint32_t num_together = is_linear1 ? 0 : DestinationParts<Config>::num_k_blocks;
+        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks;) {
+            const uint32_t num_k_blocks_behind = num_k_blocks - 1 - k_block_idx;
             if (!is_linear1) {
                 store_destinations(TokenPlaces<Config>(args), first_row, block.num_valid_rows, smem,
-                                   slots.stage, num_k_blocks - 1 - k_block_idx);
-            }
-            //~ sm90_token_stage_free
-            if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
-                                      smem.empty_barriers(ring.stage), ring.parity ^ 1)) {
-                return;
+                                   slots.stage, num_k_blocks_behind);
             }
             if constexpr (has_scales) {
-                if (k_block_idx == 0) {
-                    store_change_of_scale(smem, ring.stage, has_own_scales);  //~ may_change_scale
-                } else if (has_own_scales) {
-                    rescaler.store(smem, ring.stage, k_block_idx);
-                }
-                if (has_own_scales && is_last) {
-                    rescaler.store_scales(smem, slots.stage, k_block_idx);
+                if (k_block_idx == 0 || has_own_scales) {
+                    //~ sm90_scale_stage_free
+                    if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
+                                              smem.empty_barriers(ring.stage), ring.parity ^ 1)) {
+                        return;
+                    }
+                    if (k_block_idx == 0) {
+                        store_change_of_scale(smem, ring.stage,
+                                              has_own_scales);  //~ may_change_scale
+                    } else {
+                        rescaler.store(smem, ring.stage, k_block_idx);
+                    }
+                    if (has_own_scales && num_k_blocks_behind == 0) {
+                        rescaler.store_scales(smem, slots.stage, k_block_idx);
+                    }
+                    __syncwarp();  //~ scales_stored
+                    if (ptx::elect_sync()) {
+                        if (k_block_idx == 0) start_block();
+                        start(k_block_idx, ring.stage);
+                    }
+                    __syncwarp();
+                    ring.advance();
+                    ++k_block_idx;
+                    continue;
                 }
             }
-            __syncwarp();  //~ scales_stored
-            if (ptx::elect_sync()) {
-                const uint32_t full = smem.full_barriers(ring.stage);
-                const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
-                // What every stage has beside the tile.
-                const uint32_t num_stage_bytes =
-                    copy.num_bytes +
-                    (promotes_scales ? token_vector_bytes : 0);  //~ token_scale_bytes
-                if (is_linear1 && k_block_idx == 0 && reads_pool) {
-                    // Scales, and the weights that go into Linear1's output.
-                    constexpr bool has_weights = !Config::Biases::exist;
-                    constexpr uint32_t num_vectors = (has_scales ? 1 : 0) + (has_weights ? 1 : 0);
-                    //~ factor_bytes
-                    ptx::mbarrier_arrive_expect_tx(
-                        full, num_stage_bytes + num_vectors * token_vector_bytes);
-                    if constexpr (has_scales) {
-                        ptx::cp_async_bulk_shared_global(smem.l1_token_factors(slots.stage),
-                                                         local.l1_token_sf(0, first_row),
-                                                         token_vector_bytes, full);
-                    }
-                    if constexpr (has_weights) {
-                        ptx::cp_async_bulk_shared_global(smem.topk_weights(slots.stage),
-                                                         local.l1_topk_weights(first_row),
-                                                         token_vector_bytes, full);
-                    }
-                } else {
-                    ptx::mbarrier_arrive_expect_tx(full, num_stage_bytes);
-                }
-                if constexpr (promotes_scales) {
-                    const void* scales = is_linear1 ? local.l1_token_sf(k_block_idx, first_row)
-                                                    : local.l2_token_sf(k_block_idx, first_row);
-                    // Of a block without results, any numbers that nobody writes to.
-                    if (!reads_pool) scales = linear.weight_blocks(args);
-                    //~ token_scales_copied
-                    ptx::cp_async_bulk_shared_global(smem.token_scales(ring.stage), scales,
-                                                     token_vector_bytes, full);
-                }
-                copy.start(smem.activations(ring.stage), k_block_idx, full);
-            }
-            __syncwarp();
-            ring.advance();
+            __syncwarp();  //~ destinations_stored
+            const uint32_t end = max(k_block_idx + 1, num_k_blocks - num_together);
+            bool loaded = true;
+            if (ptx::elect_sync()) loaded = load(k_block_idx, end);
+            if (!waiter.warp_agrees(loaded)) return;
+            ring.advance(end - k_block_idx);
+            k_block_idx = end;
         }
         trace.mark(TraceStep::await_header);
     }

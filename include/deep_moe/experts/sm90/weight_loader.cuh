@@ -88,8 +88,8 @@ __device__ __forceinline__ void copy_weights(uint32_t dst, const uint8_t* src, u
     }
 }
 
-// Between the stages that a CTA fills first, while its tokens are on their way. Whole warp; true,
-// but not before the loads are there.
+// Between the stages that a CTA fills first, while its tokens are on their way. One thread; 0, but
+// not before the loads are there.
 //
 // Weights of all stages at once would take 8 us of an H100's memory time. Behind them would wait
 // what dispatch needs for a token: counts, lists, scales, values, and its own instructions, each
@@ -97,13 +97,14 @@ __device__ __forceinline__ void copy_weights(uint32_t dst, const uint8_t* src, u
 // for the stage, or longer if other CTAs' stages wait there. So this queue stays short, and the
 // stages fill just as soon.
 template <class Config>
-__device__ __forceinline__ bool give_way(const SymmBuffer<Config>& local, uint32_t pool_block_idx) {
+__device__ __forceinline__ uint32_t give_way(const SymmBuffer<Config>& local,
+                                             uint32_t pool_block_idx) {
     constexpr uint32_t no_count = ~0u;
     const uint32_t* const count = local.l1_arrival_count(pool_block_idx);  // any word that L2 has
     const uint32_t seen = ptx::ld_relaxed_gpu(count);
-    // An address that depends on the loaded value in form only.
+    // An address and a result that depend on what is loaded in form only.
     const uint32_t again = ptx::ld_relaxed_gpu(count + (seen == no_count ? 1 : 0));
-    return __any_sync(full_warp, again != no_count);
+    return again == no_count ? 1 : 0;
 }
 
 template <class Config>
@@ -111,8 +112,9 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                              const SymmBuffer<Config>& local, Waiter& waiter) {
     using Weights = typename Config::Weights;
     constexpr uint32_t block_bytes = Weights::block_bytes;
-    constexpr uint32_t row_factor_bytes = Config::block_n * sizeof(float);
-    constexpr uint32_t scales_per_block = 4;
+    constexpr uint32_t row_factor_bytes =
+        Weights::has_row_factors ? Config::block_n * sizeof(float) : 0;
+    constexpr uint32_t scales_per_block = Weights::has_block_scales ? 4 : 0;
     constexpr uint32_t scale_bytes = scales_per_block * sizeof(float);
     constexpr uint32_t bias_bytes = Config::Biases::exist ? Config::block_n * sizeof(float) : 0;
     Tracer<Config> trace(args, TraceTrack::weight_loader,
@@ -126,7 +128,9 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
 
     RingPosition<Config::num_stages> ring;
     RingPosition<Config::num_block_slots> slots;
-    [[maybe_unused]] bool gives_way = true;
+    // The first time around the ring. Where registers are few, tiles are wide: so many tokens that
+    // the first do not matter.
+    bool fills_first = !has_few_loader_registers<Config>;
     auto claims = claims_of(smem, local);
     L1Publisher<Config> publisher(smem, local);
     for (Block block; walk.find(block); slots.advance()) {
@@ -134,86 +138,91 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         const uint32_t num_k_blocks = linear.num_k_blocks();
         const BlockHeader header{block, linear.weight_block_row(block), block.n_block_idx};
         trace.mark(linear.load_step(), header.weight_block_row_idx, header.num_valid_rows);
-        const auto* src = static_cast<const uint8_t*>(linear.weight_blocks(args)) +
-                          uint64_t{header.weight_block_row_idx} * num_k_blocks * block_bytes;
+        const uint32_t first_block_idx = header.weight_block_row_idx * num_k_blocks;
         const bool is_read_once = counts.copies_weights_once(block.expert_idx);
-        const float* factors = linear.row_factors(args);
-        if constexpr (Weights::has_row_factors) {
-            factors += header.weight_block_row_idx * Config::block_n;
-        } else if constexpr (Weights::has_block_scales) {
-            factors += header.weight_block_row_idx * num_k_blocks * scales_per_block;
-        }
-        // The same of any k-block, which takes four registers less than pointers that go along.
-        const auto find_source = [&](uint32_t k_block_idx) {
-            const uint32_t block_idx = header.weight_block_row_idx * num_k_blocks + k_block_idx;
-            src = static_cast<const uint8_t*>(linear.weight_blocks(args)) +
-                  uint64_t{block_idx} * block_bytes;
-            const uint32_t factor_idx = Weights::has_row_factors
-                                            ? header.weight_block_row_idx * Config::block_n
-                                            : block_idx * scales_per_block;
-            factors = linear.row_factors(args) + factor_idx;
-        };
         if constexpr (has_few_loader_registers<Config>) leave_header(smem, slots.stage, header);
 
-        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks; ++k_block_idx) {
-            if (k_block_idx == L1Publisher<Config>::k_block_to_publish_at(num_k_blocks) &&
-                !publisher.publish(slots, waiter)) {
-                return;
+        // What comes once, with the first stage. One thread, when that stage is free.
+        const auto start_block = [&] {
+            tell_roles(smem, slots.stage, header);
+            const uint32_t full = smem.full_barriers(ring.stage);
+            const uint32_t first_row = header.weight_block_row_idx * Config::block_n;
+            if constexpr (row_factor_bytes + bias_bytes > 0) {
+                ptx::mbarrier_expect_tx(full, row_factor_bytes + bias_bytes);  //~ row_bytes
             }
-            if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barriers(ring.stage),
-                                      ring.parity ^ 1)) {
-                return;
+            if constexpr (Weights::has_row_factors) {
+                ptx::cp_async_bulk_shared_global(smem.row_factors(slots.stage),
+                                                 linear.row_factors(args) + first_row,
+                                                 row_factor_bytes, full);
             }
-            if (ptx::elect_sync()) {
-                const uint32_t full = smem.full_barriers(ring.stage);
-                const uint32_t dst = smem.weight_blocks(ring.stage);
-                const uint32_t first_bytes = k_block_idx == 0 ? bias_bytes : 0;
-                if constexpr (has_few_loader_registers<Config>) find_source(k_block_idx);
+            if constexpr (Config::Biases::exist) {
+                ptx::cp_async_bulk_shared_global(smem.biases(slots.stage),
+                                                 linear.biases(args) + first_row, bias_bytes,
+                                                 full);  //~ biases_copied
+            }
+        };
+        // From k_block_idx up to `end`. One thread; false after an abort.
+        const auto load = [&]<bool gives_way>(uint32_t k_block_idx, uint32_t end) {
+            const auto weights_at = [&](uint32_t block_idx) {
+                return static_cast<const uint8_t*>(linear.weight_blocks(args)) +
+                       uint64_t{block_idx} * block_bytes;
+            };
+            const auto scales_at = [&](uint32_t block_idx) {
+                return linear.row_factors(args) + block_idx * scales_per_block;
+            };
+            const uint8_t* src = weights_at(first_block_idx + k_block_idx);
+            const float* scales = scales_at(first_block_idx + k_block_idx);
+            auto place = ring;
+            const auto wait = [&] {
+                return waiter.mbarrier(WaitSite::weight_stage_empty,
+                                       smem.empty_barriers(place.stage), place.parity ^ 1);
+            };
+            if (k_block_idx == 0) {
+                if (!wait()) return false;
+                start_block();
+            }
+            for (uint32_t i = k_block_idx; i < end; ++i) {
+                if (!wait()) return false;
+                const uint32_t full = smem.full_barriers(place.stage);
+                // Which takes four registers less than pointers that go along.
+                if constexpr (has_few_loader_registers<Config>) {
+                    src = weights_at(first_block_idx + i);
+                    scales = scales_at(first_block_idx + i);
+                }
+                ptx::mbarrier_arrive_expect_tx(full, block_bytes + scale_bytes);  //~ weight_bytes
                 if constexpr (Weights::has_block_scales) {
-                    if (k_block_idx == 0) tell_roles(smem, slots.stage, header);
-                    ptx::mbarrier_arrive_expect_tx(
-                        full, block_bytes + scale_bytes + first_bytes);  //~ scales_counted
-                    ptx::cp_async_bulk_shared_global(smem.weight_scales(ring.stage), factors,
+                    ptx::cp_async_bulk_shared_global(smem.weight_scales(place.stage), scales,
                                                      scale_bytes, full);
-                } else if constexpr (Weights::has_row_factors) {
-                    if (k_block_idx == 0) {
-                        tell_roles(smem, slots.stage, header);
-                        ptx::mbarrier_arrive_expect_tx(full,
-                                                       block_bytes + row_factor_bytes + bias_bytes);
-                        ptx::cp_async_bulk_shared_global(smem.row_factors(slots.stage), factors,
-                                                         row_factor_bytes, full);
-                    } else {
-                        ptx::mbarrier_arrive_expect_tx(full, block_bytes);  //~ weight_bytes
-                    }
-                } else {
-                    if (k_block_idx == 0) tell_roles(smem, slots.stage, header);
-                    ptx::mbarrier_arrive_expect_tx(full, block_bytes + first_bytes);
                 }
-                if constexpr (Config::Biases::exist) {
-                    if (k_block_idx == 0) {
-                        ptx::cp_async_bulk_shared_global(
-                            smem.biases(slots.stage),
-                            linear.biases(args) + header.weight_block_row_idx * Config::block_n,
-                            bias_bytes, full);  //~ biases_copied
-                    }
-                }
-                copy_weights<Config>(dst, src, full, block.shares_weights, is_read_once);
-            }
-            __syncwarp();
-            if (k_block_idx + min(num_claim_k_blocks, num_k_blocks) == num_k_blocks) {
-                claims.claim();
-            }
-            if constexpr (!has_few_loader_registers<Config>) {
+                copy_weights<Config>(smem.weight_blocks(place.stage), src, full,
+                                     block.shares_weights, is_read_once);
                 src += block_bytes;
-                if constexpr (Weights::has_block_scales) factors += scales_per_block;
+                scales += scales_per_block;
+                if constexpr (gives_way) src += give_way(local, block.pool_block_idx);
+                place.advance();
             }
-            ring.advance();
-            // Where registers are few, tiles are wide: so many tokens that the first do not matter.
-            if constexpr (!has_few_loader_registers<Config>) {
-                if (gives_way) {  // the first time around the ring
-                    gives_way = give_way(local, block.pool_block_idx) && ring.stage != 0;
-                }
+            return true;
+        };
+        // The warp comes together only where it has more to do than to load.
+        const uint32_t publish_at = L1Publisher<Config>::k_block_to_publish_at(num_k_blocks);
+        const uint32_t claim_at = num_k_blocks - min(num_claim_k_blocks, num_k_blocks);
+        for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks;) {
+            if (k_block_idx == publish_at && !publisher.publish(slots, waiter)) return;
+            if (k_block_idx == claim_at) claims.claim();
+            uint32_t end = num_k_blocks;
+            if (k_block_idx < claim_at) end = claim_at;
+            if (!math_publishes<Config> && k_block_idx < publish_at) end = min(end, publish_at);
+            bool loaded = true;
+            if (fills_first) {
+                end = min(end, k_block_idx + Config::num_stages - ring.stage);
+                if (ptx::elect_sync()) loaded = load.template operator()<true>(k_block_idx, end);
+            } else {
+                if (ptx::elect_sync()) loaded = load.template operator()<false>(k_block_idx, end);
             }
+            if (!waiter.warp_agrees(loaded)) return;
+            ring.advance(end - k_block_idx);
+            k_block_idx = end;
+            fills_first = fills_first && ring.stage != 0;
         }
         if constexpr (Config::cluster_size == 1) {
             walk.go_to(claims.take());

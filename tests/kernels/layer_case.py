@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 # Overrides: SM90's tiles that are fitted to each expert's tokens, blocks of 64, 96 or 128 rows.
 FITTED = {"block_m": 128, "block_m_step": 32}
 
+# Tokens of the layers below, where any small number will do: the number chooses the kernel, and
+# tests with the same one share what has been compiled.
+FEW = 20
+
 
 def small_shape(weights: str, num_ranks: int = 1, **sizes: int) -> MoEShape:
     """A layer of 4 experts for 50 tokens, with an odd number of k-blocks and of Linear2's blocks,

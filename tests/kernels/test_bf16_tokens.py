@@ -19,7 +19,7 @@ from deep_moe.weights.layers import LayerWeights
 from tests.everyday import parametrize
 from tests.pairs import formats
 
-from .layer_case import FITTED, LayerCase, small_shape
+from .layer_case import FEW, FITTED, LayerCase, small_shape
 
 DECODED = {
     "sm_90a": ("mxfp4 x bf16", "nvfp4 x bf16", "int4 x bf16", "mxfp8 x bf16"),
@@ -120,7 +120,7 @@ def test_a_ring_of_the_smallest_size(arch: str, pair: str, more: dict[str, int])
 @pytest.mark.parametrize(("arch", "pair"), KERNELS)
 def test_the_judge_sees_one_other_weight(arch: str, pair: str) -> None:
     case = random_case(pair, arch)
-    tokens = random_tokens(case.shape, 20, seed=4)
+    tokens = random_tokens(case.shape, FEW, seed=4)
     (y,) = case.call([tokens])
     (before,) = case.bounds([tokens])
     assert compare(y, before).is_right

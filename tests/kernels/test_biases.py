@@ -22,7 +22,7 @@ from deep_moe.trial.synthetic import (
 from tests.everyday import parametrize
 from tests.pairs import formats, usual_pairs
 
-from .layer_case import FITTED, LayerCase
+from .layer_case import FEW, FITTED, LayerCase
 
 # sm_103a's kernels are those of sm_100a.
 COMBINATIONS = [(name, pair) for name in ("sm_90a", "sm_100a") for pair in usual_pairs(name)]
@@ -125,7 +125,7 @@ def test_exact_with_hoppers_sums() -> None:
 def test_the_judge_sees_a_bias_of_another_row_and_one_left_out(arch: str) -> None:
     shape = shape_of()
     case = case_of(shape, arch, exact=False)
-    tokens = random_tokens(shape, 20, seed=4)
+    tokens = random_tokens(shape, FEW, seed=4)
     (y,) = case.call([tokens])
     (bounds,) = case.bounds([tokens])
     assert compare(y, bounds).is_right
@@ -144,14 +144,14 @@ def test_a_weight_that_is_nan_or_zero_stays_in_its_slot(arch: str) -> None:
     """Zero times a bias is zero; NaN is in all of the token."""
     shape = shape_of()
     case = case_of(shape, arch, exact=False)
-    tokens = random_tokens(shape, 30, seed=5)
+    tokens = random_tokens(shape, FEW, seed=5)
     weights = tokens.topk_weights.clone()
     weights[3], weights[7, 0] = 0.0, torch.nan
     (clean,) = case.call([tokens])
     (y,) = case.call([Tokens(tokens.x, tokens.x_sf, tokens.topk_idx, weights)])
     assert (y[3] == 0).all()
     assert y[7].isnan().all()
-    others = torch.tensor([i not in (3, 7) for i in range(30)])
+    others = torch.tensor([i not in (3, 7) for i in range(FEW)])
     assert torch.equal(y[others], clean[others])
 
 

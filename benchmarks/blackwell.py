@@ -4,6 +4,7 @@
 
 simulates both at each point: once with the chip's values, then with draws of all its uncertain
 parameters. It goes on where FILE ends. Without `--models` it only prints the table of FILE.
+`--weights nvfp4` takes NVFP4 weights and tokens, in place of MXFP4 weights and MXFP8 tokens.
 Nothing here is measured.
 """
 
@@ -26,8 +27,9 @@ from deep_moe.heuristics.presets import preset_shape
 from deep_moe.heuristics.segments import align_up
 from deep_moe.heuristics.shape import DEFAULT_POOL_TOKENS
 from deep_moe.trial.simulated import simulate_call
+from deep_moe.weights import WeightsName
 
-from .sm100_rival import VERSION, simulate_rival
+from .sm100_rival import FORMATS, VERSION, simulate_rival
 
 NOMINAL = -1  # in place of a draw's number: the chip's own values
 # Of the rival, 8 B200s, MXFP8 tokens and MXFP4 weights, as its authors published them.
@@ -42,6 +44,7 @@ PUBLISHED = {
     ("pro", 32768): 10655.0,
 }
 PUBLISHED_CHIP, PUBLISHED_RANKS = "b200", 8
+PUBLISHED_WEIGHTS: WeightsName = "mxfp4"
 _MIRRORED_TOKENS = 64  # from which on one rank is simulated, and its peers mirror it
 
 
@@ -63,13 +66,25 @@ def draw(chip: Chip, number: int) -> Chip:
 
 
 def simulate(
-    which: str, model: str, num_ranks: int, num_tokens: int, chip: Chip, headers: Path | None
+    which: str,
+    model: str,
+    num_ranks: int,
+    num_tokens: int,
+    chip: Chip,
+    headers: Path | None,
+    weights: WeightsName = PUBLISHED_WEIGHTS,
 ) -> dict[str, Any]:
     """Microseconds of one call's kernel: the mean over ranks, as the published figures are. Of so
-    many ranks that they cannot share the model's experts evenly, it has a few more."""
+    many ranks that they cannot share the model's experts evenly, it has a few more. weights: MXFP4
+    with MXFP8 tokens, or NVFP4 with NVFP4 tokens."""
     shape = preset_shape(f"deepseek-v4-{model}", num_ranks=1, num_max_tokens_per_rank=num_tokens)
-    num_experts = align_up(shape.num_experts, num_ranks)
-    shape = dataclasses.replace(shape, num_ranks=num_ranks, num_experts=num_experts)
+    shape = dataclasses.replace(
+        shape,
+        num_ranks=num_ranks,
+        num_experts=align_up(shape.num_experts, num_ranks),
+        weights=weights,
+        token_format=FORMATS[weights].token_format,
+    )
     mirrored = num_ranks > 1 and num_tokens >= _MIRRORED_TOKENS
     began = time.process_time()
     if which == "ours":
@@ -88,13 +103,22 @@ def simulate(
     }
 
 
+def weights_of(record: dict[str, Any]) -> str:
+    """Of a record; the first ones do not say it."""
+    return str(record.get("weights", PUBLISHED_WEIGHTS))
+
+
 def quantiles(values: Sequence[float]) -> tuple[float, float]:
     """The 5th and the 95th percentile."""
     low, high = np.quantile(values, (0.05, 0.95))
     return float(low), float(high)
 
 
-def table(results: Iterable[dict[str, Any]], chip: str = PUBLISHED_CHIP) -> str:
+def table(
+    results: Iterable[dict[str, Any]],
+    chip: str = PUBLISHED_CHIP,
+    weights: str = PUBLISHED_WEIGHTS,
+) -> str:
     """Points as rows: nominal times and intervals over draws, in microseconds."""
     found: dict[tuple[str, int, int], dict[str, dict[int, float]]] = {}
     for one in results:
@@ -106,7 +130,8 @@ def table(results: Iterable[dict[str, Any]], chip: str = PUBLISHED_CHIP) -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for (model, ranks, tokens), kernels in sorted(found.items()):
-        is_published = ranks == PUBLISHED_RANKS and chip == PUBLISHED_CHIP
+        published_ones = PUBLISHED_RANKS, PUBLISHED_CHIP, PUBLISHED_WEIGHTS
+        is_published = (ranks, chip, weights) == published_ones
         published = PUBLISHED.get((model, tokens)) if is_published else None
         cells = [model, str(ranks), str(tokens), f"{published or '':}"]
         for kernel in ("rival", "ours"):
@@ -133,6 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--headers", type=Path, help="the rival's deep_gemm/include")
     parser.add_argument("--chip", default="b200")
+    parser.add_argument("--weights", default=PUBLISHED_WEIGHTS, choices=tuple(FORMATS))
     parser.add_argument("--models", nargs="*", default=[], choices=("flash", "pro"))
     parser.add_argument("--kernels", nargs="*", default=("rival", "ours"))
     parser.add_argument("--ranks", type=int, default=8)
@@ -143,10 +169,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "what": "microseconds of kernels on a simulated chip, none of them measured",
         "chip": given.chip,
         "rival": f"sgl-deep-gemm {VERSION}",
+        "weights": given.weights,
         "results": [],
     }
     if given.json.exists():
         record = json.loads(given.json.read_text())
+    of_record, wanted = (record["chip"], weights_of(record)), (given.chip, given.weights)
+    if given.models and of_record != wanted:
+        parser.error(f"--json must name a record of {wanted}; got one of {of_record}")
     keys = "kernel", "model", "ranks", "tokens", "draw"
     done = {tuple(one[key] for key in keys) for one in record["results"]}
     points = [
@@ -161,11 +191,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             continue
         kernel, model, ranks, tokens, number = point
         chip = draw(chips.load(given.chip), number)
-        times = simulate(kernel, model, ranks, tokens, chip, given.headers)
+        times = simulate(kernel, model, ranks, tokens, chip, given.headers, given.weights)
         record["results"].append(dict(zip(keys, point, strict=True)) | times)
         given.json.write_text(json.dumps(record, indent=1) + "\n")
         print(*point, f"{times['us']:.1f} us", flush=True)
-    print(table(record["results"], record["chip"]))
+    print(table(record["results"], record["chip"], weights_of(record)))
 
 
 if __name__ == "__main__":

@@ -462,6 +462,13 @@ SM100_MUTATIONS = (
         )
     ),
     M(
+        "fp4_weights_of_the_first_tile",
+        removed("l2_next_weight"),
+        "result",
+        test="test_sm100_nvfp4::test_every_tile",
+        arguments={"block_m": 192},
+    ),
+    M(
         "fp4_scale_of_other_token",
         replaced("fp4_scale_byte", ">> 8 * t", ""),
         "result",

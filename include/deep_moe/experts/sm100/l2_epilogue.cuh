@@ -34,9 +34,11 @@ class L2Epilogue {
     static constexpr uint32_t num_lane_rows = ceil_div(num_warp_rows, warp_size);
 
  public:
-    // Where the rows that this warp writes come from; each lane has some.
+    // Where the rows that this warp writes come from; each lane has some. first_weight: routing
+    // weight of the lane's token in the first tile, if sums are multiplied by it here.
     struct Sources {
         TokenSource of_lane[num_lane_rows];
+        float first_weight;
     };
 
     __device__ L2Epilogue(const Smem& smem, const TokenPlaces<Config>& places, const Warp& warp)
@@ -58,6 +60,9 @@ class L2Epilogue {
             sources.of_lane[i] = *places_.local().token_src_metadata(
                 first_row + min(token, block.num_valid_rows - 1));
         }
+        if constexpr (weighs_behind_linear2<Config>) {
+            sources.first_weight = load_weight(block, warp_.first_token(block));
+        }
         return sources;
     }
 
@@ -74,11 +79,18 @@ class L2Epilogue {
             rows[i] = reinterpret_cast<uint64_t>(places_.result_row(sources.of_lane[i]) +
                                                  block.n_block_idx * Config::block_n);
         }
+        float next_weight = sources.first_weight;
         for (uint32_t tile_idx = 0; tile_idx < num_tiles; ++tile_idx) {
             const uint32_t token = warp_.first_token(block) + tile_idx * Config::store_block_m;
+            // The next tile's come while this one is computed; behind the last one nobody's.
+            const float lane_weight = next_weight;
+            if constexpr (weighs_behind_linear2<Config>) {
+                //~ l2_next_weight
+                next_weight = load_weight(block, token + Config::store_block_m);
+            }
             //~ l2_tile_read
             if (tile_idx > 0) warp_.sync_warpgroup();  // the tile before has been read
-            stage_tile(block, accumulator, token, factors, biases);
+            stage_tile(block, accumulator, token, lane_weight, factors, biases);
             if (tile_idx + 1 == num_tiles) accumulator.release();
             warp_.sync_warpgroup();  //~ l2_tile_staged
             write_tile(block, token, tile_idx, rows);
@@ -103,15 +115,17 @@ class L2Epilogue {
                (chunk_idx ^ (row % 8)) * sizeof(uint4);
     }
 
+    // lane_weight: routing weight of the lane's token of the tile.
     __device__ void stage_tile(const Block& block, const Accumulator& accumulator, uint32_t token,
-                               const RowFactors& factors, const RowBiases& biases) const {
+                               float lane_weight, const RowFactors& factors,
+                               const RowBiases& biases) const {
 #pragma unroll
         for (uint32_t i = 0; i < Warp::atoms_per_tile; ++i) {
             const uint32_t offset = i * tokens_per_atom;
             if (token + offset >= block.num_valid_rows) break;
             float2 weights{1.0f, 1.0f};
             if constexpr (weighs_behind_linear2<Config>) {
-                weights = load_weights(block, token + offset);  //~ sm100_l2_weights
+                weights = weights_of_atom(lane_weight, offset);  //~ sm100_l2_weights
             }
             float rows[2][4];
             accumulator.load(token + offset, rows);
@@ -148,11 +162,20 @@ class L2Epilogue {
         return is_weighed ? result : result * topk_weight;  //~ fp4_l2_weight
     }
 
-    // Of this thread's two tokens among 8. Behind the last valid one lies padding of the block.
-    __device__ float2 load_weights(const Block& block, uint32_t token) const {
-        const uint32_t row = PoolRing<Config>::first_row(block.pool_block_idx) + token;
-        return *reinterpret_cast<const float2*>(
-            places_.local().l1_topk_weights(row + 2 * (warp_.lane_idx % 4)));
+    // Of the tile that begins with this token, the lane's token's: one trip to L2 for all of them.
+    // Behind the last valid row, that of the last one.
+    __device__ float load_weight(const Block& block, uint32_t token) const {
+        static_assert(Config::store_block_m <= warp_size, "a tile has a token for each lane");
+        const uint32_t row = PoolRing<Config>::first_row(block.pool_block_idx) +
+                             min(token + warp_.lane_idx, block.num_valid_rows - 1);
+        return *places_.local().l1_topk_weights(row);
+    }
+
+    // Of the thread's two tokens of the atom that begins `offset` tokens into the tile. Whole warp.
+    __device__ float2 weights_of_atom(float lane_weight, uint32_t offset) const {
+        const uint32_t lane = offset + 2 * (warp_.lane_idx % 4);
+        return {__shfl_sync(full_warp, lane_weight, lane),
+                __shfl_sync(full_warp, lane_weight, lane + 1)};
     }
 
     // This thread's 16 bytes of each row. rows: of the whole block, as `find_sources` has them.

@@ -19,6 +19,7 @@ from tests.pairs import formats
 
 # Of all layers here.
 E, T, K, H, I = 4, 4, 2, 128, 128  # noqa: E741
+SAVED = tempfile.TemporaryDirectory(prefix="deep_moe_saved_")  # until the process ends
 SIZES = {
     "num_experts": E,
     "num_max_tokens_per_rank": T,
@@ -396,7 +397,7 @@ def constructor(made: Callable[..., Any], *arguments: Any, **options: Any) -> Ca
 
 def saving(weights: str) -> Call:
     l1, l2 = (LayerWeights(*own) for own in source_weights(weights))
-    given = {"folder": tempfile.mkdtemp(), "layers": {0: (l1, l2)}}
+    given = {"folder": tempfile.mkdtemp(dir=SAVED.name), "layers": {0: (l1, l2)}}
     return save_experts, {**given, "experts_per_file": 8, "overwrite": True}
 
 

@@ -103,6 +103,7 @@ class RankPool:
         self.place = place
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._rendezvous: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
         self, work: Callable[..., Any], *args: Any, timeout_s: float | None = None
@@ -148,11 +149,16 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+        if self._rendezvous is not None:
+            self._rendezvous.cleanup()
+            self._rendezvous = None
 
     def _start(self) -> None:
         # spawn: CUDA cannot be used in a forked process once its parent has used it.
         context = multiprocessing.get_context("spawn")
-        folder = tempfile.mkdtemp(prefix="deep_moe_ranks_")
+        # As long as there are processes, for groups that they make later meet there, too.
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="deep_moe_ranks_")
+        folder = self._rendezvous.name
         for rank_idx in range(self.size):
             mine, theirs = context.Pipe()
             process = context.Process(

@@ -1,7 +1,9 @@
 """The processes that the tests of several ranks run in."""
 
 import os
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -33,10 +35,15 @@ def test_ranks_talk(pool: RankPool) -> None:
     assert pool.run(index_and_sum, 20) == [(0, 60), (1, 60)]
 
 
-def test_a_single_rank_has_no_group() -> None:
+def test_a_single_rank_has_no_group_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     alone = RankPool(1, Place.CPU)
     assert alone.run(index_and_sum, 10) == [(0, 10)]
+    assert list(tmp_path.iterdir())
     alone.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ _TRAINING: dict[str, Any] = {
     "slots": "unused",
     "gates": "numbers",
     "schedule": "random",
+    "sums": "returned",
 }
 _ADAPTERS: dict[str, Any] = {
     **{axis: _FUSED[axis] for axis in ("weights", "shape", "slots", "values", "schedule")},
@@ -106,6 +107,7 @@ _TRAINED: tuple[dict[str, Any], ...] = (
     {**_ALONE, "slots": "named twice", "activation": Situ(beta=1.0, linear_beta=2.0)},
     {
         **_ALONE,
+        "sums": "main_grad",
         "precision": "fp8",
         "kept": "quantized",
         "activation": SwigluStep(0.5),

@@ -15,7 +15,7 @@ from deep_moe.heuristics import MoEShape
 from deep_moe.targets import TARGETS
 from deep_moe.trial import calls as trial
 from deep_moe.trial import paths
-from deep_moe.trial.fuzzing import FuzzCase
+from deep_moe.trial.fuzzing import Case, FuzzCase
 from deep_moe.trial.small_layers import SMALL_LAYERS
 from deep_moe.trial.synthetic import random_layer
 from deep_moe.weights import WEIGHTS
@@ -61,6 +61,11 @@ def test_small_layers_are_of_each_kind():
         assert {case.values["inputs"] for case in fused if case.arch == arch} == {
             *("filled", "prepared")
         }
+
+
+@pytest.mark.parametrize("case", SMALL_LAYERS, ids=lambda case: f"{case.path}-{case.number}")
+def test_small_layers_have_a_value_on_each_axis_of_fuzz(case: Case):
+    assert set(case.axes_of(case.arch)) <= set(case.values)
 
 
 def test_a_small_layer_that_is_wrong_is_a_failure(monkeypatch: pytest.MonkeyPatch):

@@ -25,7 +25,6 @@ _FUSED: dict[str, Any] = {
     "shared experts": 0,
     "tile": 1,
     "turns": "as chosen",
-    "turn": "one expert",
     "biases": "none",
     "activation": Swiglu(),
     "y": "written",
@@ -89,7 +88,6 @@ _GROUPED: dict[str, Any] = {
     "seed": 0,
 }
 _PRODUCT: dict[str, Any] = {
-    "x": "in rows",
     "columns": 136,
     "values": 1152,  # more than the stages hold
     "experts": 5,
@@ -199,9 +197,7 @@ def _cases() -> Iterator[Case]:
     )
     for values in _TRAINED:
         yield TrainingCase(1, {**_TRAINING, **values})
-    yield ProductCase(
-        0, {**_PRODUCT, "layout": "in any order", "scales": "by column", "x": "gathered"}
-    )
+    yield ProductCase(0, {**_PRODUCT, "layout": "in any order", "scales": "by column"})
     yield ProductCase(1, {**_PRODUCT, "rows": "beyond the ends", "numbers": "of any size"})
 
 

@@ -1020,7 +1020,7 @@ SM90_MUTATIONS = (
         "misuse",
     ),
     # ---- loaders
-    M("stage_overwritten", removed("sm90_token_stage_free"), "race"),
+    M("stage_overwritten", removed("sm90_stage_free"), "race"),
     M("scale_stage_overwritten", instead("sm90_scale_stage_free", "if (false) {"), "race"),
     M("no_scale_may_change", replaced("may_change_scale", "has_own_scales", "false"), "result"),
     M("arrival_without_syncwarp", removed("scales_stored"), "race"),

@@ -7,7 +7,9 @@
 #include "deep_moe/experts/block.cuh"
 #include "deep_moe/experts/linear.cuh"
 #include "deep_moe/experts/sm90/block_header.cuh"
+#include "deep_moe/experts/sm90/fill_stages.cuh"
 #include "deep_moe/experts/sm90/kernel_args.cuh"
+#include "deep_moe/experts/sm90/loader_registers.cuh"
 #include "deep_moe/experts/sm90/rescaler.cuh"
 #include "deep_moe/experts/sm90/shared_memory.cuh"
 #include "deep_moe/experts/sm90/tile_copy.cuh"
@@ -26,9 +28,7 @@
 
 namespace deep_moe::sm90 {
 
-// Writes what Linear2's epilogue needs of each token: the row where its result goes, its scale, and
-// with biases its routing weight. Called before every one of Linear2's last
-// num_destination_k_blocks k-blocks. All lanes; a __syncwarp and an arrival must follow.
+// In front of which k-blocks of Linear2 the loader reads where results go.
 //
 // Math is some stages behind, so there is time for these reads, a microsecond or more for every
 // warp_size rows. If the stages do not last so long, the rows are read in parts, each before every
@@ -39,13 +39,16 @@ template <class Config>
 struct DestinationParts {
     static constexpr uint32_t num_parts = ceil_div(Config::block_m, warp_size);
     static constexpr uint32_t distance = 2;  // of k-blocks that have a part
-    static constexpr bool reads_in_parts =
-        Config::cluster_size > 1 &&
-        num_parts >= Config::num_stages&& Config::num_l2_k_blocks >= num_parts* distance;
-    // In front of these, the last of a block, rows are read.
+    static constexpr bool reads_in_parts = Config::cluster_size > 1 &&
+                                           (num_parts >= Config::num_stages) &&
+                                           (Config::num_l2_k_blocks >= num_parts * distance);
+    // So many, the last of a block.
     static constexpr uint32_t num_k_blocks = reads_in_parts ? num_parts * distance : 1;
 };
 
+// Writes what Linear2's epilogue needs of each token: the row where its result goes, its scale, and
+// with biases its routing weight. Called before each of the last k-blocks of Linear2. All lanes; a
+// __syncwarp and an arrival must follow.
 template <class Config>
 __device__ void store_destinations(const TokenPlaces<Config>& places, uint32_t first_row,
                                    uint32_t num_valid_rows, const SharedMemory<Config>& smem,
@@ -130,14 +133,14 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         Rescaler<Config> rescaler(local, block, first_row);
 
         // What comes once, with the first stage. One thread, when that stage is free.
-        const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
-        const auto start_block = [&] {
+        const auto start_block = [&](uint32_t stage) {
             if (!is_linear1 || !reads_pool) return;
             // Scales, and the weights that go into Linear1's output.
             constexpr bool has_weights = !Config::Biases::exist;
             constexpr uint32_t num_vectors = (has_scales ? 1 : 0) + (has_weights ? 1 : 0);
             if constexpr (num_vectors == 0) return;
-            const uint32_t full = smem.full_barriers(ring.stage);
+            const uint32_t full = smem.full_barriers(stage);
+            const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
             ptx::mbarrier_expect_tx(full, num_vectors * token_vector_bytes);  //~ factor_bytes
             if constexpr (has_scales) {
                 ptx::cp_async_bulk_shared_global(smem.l1_token_factors(slots.stage),
@@ -154,6 +157,7 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
         const auto start = [&](uint32_t k_block_idx, uint32_t stage) {
             const uint32_t full = smem.full_barriers(stage);
             if constexpr (promotes_scales) {
+                const uint32_t token_vector_bytes = block.num_rows * sizeof(float);
                 ptx::mbarrier_arrive_expect_tx(
                     full, copy.num_bytes + token_vector_bytes);  //~ token_scale_bytes
                 const void* scales = is_linear1 ? local.l1_token_sf(k_block_idx, first_row)
@@ -168,28 +172,9 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
             }
             copy.start(smem.activations(stage), k_block_idx, full);
         };
-        // The same from k_block_idx up to `end`, each when its stage is free. One thread; false
-        // after an abort.
-        const auto load = [&](uint32_t k_block_idx, uint32_t end) {
-            auto place = ring;
-            const auto wait = [&] {
-                return waiter.mbarrier(WaitSite::activation_stage_empty,
-                                       smem.empty_barriers(place.stage), place.parity ^ 1);
-            };
-            if (k_block_idx == 0) {
-                if (!wait()) return false;
-                start_block();
-            }
-            for (uint32_t i = k_block_idx; i < end; ++i) {
-                //~ sm90_token_stage_free
-                if (!wait()) return false;
-                start(i, place.stage);
-                place.advance();
-            }
-            return true;
-        };
-        // The warp comes together only where it has more to do than to load: in front of Linear2's
-        // last k-blocks, and wherever a stage has scales.
+        // The warp has more to do than to load in front of Linear2's last k-blocks, and wherever a
+        // stage has scales. Where it has few registers, it has time for more instructions, and a
+        // thread's own loop would spill.
         const uint32_t num_together = is_linear1 ? 0 : DestinationParts<Config>::num_k_blocks;
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks;) {
             const uint32_t num_k_blocks_behind = num_k_blocks - 1 - k_block_idx;
@@ -197,40 +182,44 @@ __device__ void load_activations(const KernelArgs& args, const SharedMemory<Conf
                 store_destinations(TokenPlaces<Config>(args), first_row, block.num_valid_rows, smem,
                                    slots.stage, num_k_blocks_behind);
             }
-            if constexpr (has_scales) {
-                if (k_block_idx == 0 || has_own_scales) {
-                    //~ sm90_scale_stage_free
-                    if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
-                                              smem.empty_barriers(ring.stage), ring.parity ^ 1)) {
-                        return;
-                    }
+            const bool has_scales_here = has_scales && (k_block_idx == 0 || has_own_scales);
+            if (has_few_loader_registers<Config> || has_scales_here) {
+                //~ sm90_scale_stage_free
+                if (!waiter.warp_mbarrier(WaitSite::activation_stage_empty,
+                                          smem.empty_barriers(ring.stage), ring.parity ^ 1)) {
+                    return;
+                }
+                if constexpr (has_scales) {
                     if (k_block_idx == 0) {
-                        store_change_of_scale(smem, ring.stage,
-                                              has_own_scales);  //~ may_change_scale
-                    } else {
+                        //~ may_change_scale
+                        store_change_of_scale(smem, ring.stage, has_own_scales);
+                    } else if (has_own_scales) {
                         rescaler.store(smem, ring.stage, k_block_idx);
                     }
                     if (has_own_scales && num_k_blocks_behind == 0) {
                         rescaler.store_scales(smem, slots.stage, k_block_idx);
                     }
-                    __syncwarp();  //~ scales_stored
-                    if (ptx::elect_sync()) {
-                        if (k_block_idx == 0) start_block();
-                        start(k_block_idx, ring.stage);
-                    }
-                    __syncwarp();
-                    ring.advance();
-                    ++k_block_idx;
-                    continue;
                 }
+                __syncwarp();  //~ scales_stored
+                if (ptx::elect_sync()) {
+                    if (k_block_idx == 0) start_block(ring.stage);
+                    start(k_block_idx, ring.stage);
+                }
+                __syncwarp();
+                ring.advance();
+                ++k_block_idx;
+            } else {
+                __syncwarp();  //~ destinations_stored
+                const uint32_t end = max(k_block_idx + 1, num_k_blocks - num_together);
+                bool loaded = true;
+                if (ptx::elect_sync()) {
+                    loaded = fill_stages(smem, waiter, WaitSite::activation_stage_empty, ring,
+                                         k_block_idx, end, start_block, start);
+                }
+                if (!waiter.warp_agrees(loaded)) return;
+                ring.advance(end - k_block_idx);
+                k_block_idx = end;
             }
-            __syncwarp();  //~ destinations_stored
-            const uint32_t end = max(k_block_idx + 1, num_k_blocks - num_together);
-            bool loaded = true;
-            if (ptx::elect_sync()) loaded = load(k_block_idx, end);
-            if (!waiter.warp_agrees(loaded)) return;
-            ring.advance(end - k_block_idx);
-            k_block_idx = end;
         }
         trace.mark(TraceStep::await_header);
     }

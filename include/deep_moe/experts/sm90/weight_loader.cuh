@@ -12,6 +12,7 @@
 #include "deep_moe/experts/sm90/block_header.cuh"
 #include "deep_moe/experts/sm90/cluster_claims.cuh"
 #include "deep_moe/experts/sm90/expected_weights.cuh"
+#include "deep_moe/experts/sm90/fill_stages.cuh"
 #include "deep_moe/experts/sm90/kernel_args.cuh"
 #include "deep_moe/experts/sm90/l1_publisher.cuh"
 #include "deep_moe/experts/sm90/loader_registers.cuh"
@@ -143,9 +144,9 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         if constexpr (has_few_loader_registers<Config>) leave_header(smem, slots.stage, header);
 
         // What comes once, with the first stage. One thread, when that stage is free.
-        const auto start_block = [&] {
+        const auto start_block = [&](uint32_t stage) {
             tell_roles(smem, slots.stage, header);
-            const uint32_t full = smem.full_barriers(ring.stage);
+            const uint32_t full = smem.full_barriers(stage);
             const uint32_t first_row = header.weight_block_row_idx * Config::block_n;
             if constexpr (row_factor_bytes + bias_bytes > 0) {
                 ptx::mbarrier_expect_tx(full, row_factor_bytes + bias_bytes);  //~ row_bytes
@@ -172,18 +173,8 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             };
             const uint8_t* src = weights_at(first_block_idx + k_block_idx);
             const float* scales = scales_at(first_block_idx + k_block_idx);
-            auto place = ring;
-            const auto wait = [&] {
-                return waiter.mbarrier(WaitSite::weight_stage_empty,
-                                       smem.empty_barriers(place.stage), place.parity ^ 1);
-            };
-            if (k_block_idx == 0) {
-                if (!wait()) return false;
-                start_block();
-            }
-            for (uint32_t i = k_block_idx; i < end; ++i) {
-                if (!wait()) return false;
-                const uint32_t full = smem.full_barriers(place.stage);
+            const auto start = [&](uint32_t i, uint32_t stage) {
+                const uint32_t full = smem.full_barriers(stage);
                 // Which takes four registers less than pointers that go along.
                 if constexpr (has_few_loader_registers<Config>) {
                     src = weights_at(first_block_idx + i);
@@ -191,19 +182,18 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
                 }
                 ptx::mbarrier_arrive_expect_tx(full, block_bytes + scale_bytes);  //~ weight_bytes
                 if constexpr (Weights::has_block_scales) {
-                    ptx::cp_async_bulk_shared_global(smem.weight_scales(place.stage), scales,
-                                                     scale_bytes, full);
+                    ptx::cp_async_bulk_shared_global(smem.weight_scales(stage), scales, scale_bytes,
+                                                     full);
                 }
-                copy_weights<Config>(smem.weight_blocks(place.stage), src, full,
-                                     block.shares_weights, is_read_once);
+                copy_weights<Config>(smem.weight_blocks(stage), src, full, block.shares_weights,
+                                     is_read_once);
                 src += block_bytes;
                 scales += scales_per_block;
                 if constexpr (gives_way) src += give_way(local, block.pool_block_idx);
-                place.advance();
-            }
-            return true;
+            };
+            return fill_stages(smem, waiter, WaitSite::weight_stage_empty, ring, k_block_idx, end,
+                               start_block, start);
         };
-        // The warp comes together only where it has more to do than to load.
         const uint32_t publish_at = L1Publisher<Config>::k_block_to_publish_at(num_k_blocks);
         const uint32_t claim_at = num_k_blocks - min(num_claim_k_blocks, num_k_blocks);
         for (uint32_t k_block_idx = 0; k_block_idx < num_k_blocks;) {

@@ -10,9 +10,11 @@ tokens of its own. A path begins with BF16 tokens and with what the router chose
 tokens' sums. Ours is `prepare_inputs` and the fused call: MXFP4 weights beside tokens in E4M3 and,
 on Hopper, once more beside BF16, other weights beside the tokens that go with them. An engine's is
 vLLM's modular kernel around one of its kernels (vllm_layer.py), its all-gather and reduce-scatter
-included. vLLM must be importable, a folder on PYTHONPATH is enough; without it, and of kernels that
-need a package which is not there, or another GPU, the report says why they are absent. Nothing is
-fetched. README.md says what to put there.
+included. With --transports all_to_all our dispatch and combine for many tokens take their place;
+with two_batches, too, around halves of the tokens that overlap as by vLLM's --enable-dbo. vLLM must
+be importable, a folder on PYTHONPATH is enough; without it, and of kernels that need a package
+which is not there, or another GPU, the report says why they are absent. Nothing is fetched.
+README.md says what to put there.
 
 For every number of tokens each path is called first, and some of its tokens are compared: ours with
 the reference and its intervals, all with the sums in FP64 of unrounded BF16 tokens and the weights'
@@ -56,9 +58,23 @@ from .all_to_all import over_ranks, run_timed
 from .mega_moe import MODELS, SIZES, TOKENS, model_name, run_on_gpus
 from .problem import checked_sample, rank_weights
 from .tables import markdown_table
-from .vllm_layer import BACKENDS, CHECKPOINTS, Backend, VllmLayer, vllm_config, vllm_groups
+from .vllm_layer import (
+    BACKENDS,
+    CHECKPOINTS,
+    Backend,
+    VllmLayer,
+    VllmLayerOverAllToAll,
+    vllm_config,
+    vllm_groups,
+)
 
 OURS = "deep_moe"
+# How tokens come to an engine's kernel: "vllm" is its own all-gather and reduce-scatter.
+TRANSPORTS = {
+    "vllm": "vLLM's collectives",
+    "all_to_all": "our all-to-all",
+    "two_batches": "our all-to-all, two batches",
+}
 # Of the angle to the unrounded layer's result, by how a path multiplies tokens. Rounding an
 # operand or a sum to BF16 makes for some 1e-6, tokens in E4M3 for 1e-3.
 ALLOWED = {"bf16": 1e-4, "fp8": 5e-3}
@@ -86,6 +102,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{option}", type=int, help=f"{field}, instead of the model's")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), help="per rank")
     parser.add_argument("--engines", nargs="*", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument(
+        "--transports", nargs="+", choices=TRANSPORTS, default=["vllm"], help="of engines' kernels"
+    )
     parser.add_argument("--routing", choices=ROUTINGS, default="uniform")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--calls", type=int, default=20, help="replays of each path, at least")
@@ -175,6 +194,17 @@ class EnginePath(VllmLayer):
         self.label = backend.label
         self.tokens = backend.tokens
         super().__init__(backend, *layer)
+
+
+class OverAllToAll(VllmLayerOverAllToAll):
+    """The kernel of an engine's path behind our dispatch."""
+
+    def __init__(
+        self, path: EnginePath, shape: MoEShape, device: torch.device, transport: str
+    ) -> None:
+        self.label = f"{path.label}, {TRANSPORTS[transport]}"
+        self.tokens = path.tokens
+        super().__init__(path, shape, device, in_two_batches=transport == "two_batches")
 
 
 def run_rank(
@@ -415,7 +445,13 @@ def engine_paths(
     paths: dict[str, ExpertPath] = {}
 
     def add(name: str) -> None:
-        paths[name] = EnginePath(BACKENDS[name], shape, layer, arguments.clamp, device)
+        path = EnginePath(BACKENDS[name], shape, layer, arguments.clamp, device)
+        for transport in arguments.transports:
+            if transport == "vllm":
+                paths[name] = path
+                continue
+            over = paths[f"{name}_{transport}"] = OverAllToAll(path, shape, device, transport)
+            stack.callback(over.close)
 
     try:
         config = vllm_config(rank, num_ranks, shape.num_max_tokens_per_rank)
@@ -426,9 +462,11 @@ def engine_paths(
     transport = "nccl" if device.type == "cuda" else "gloo"
     stack.enter_context(vllm_groups(config, rank, 1, local_rank, transport))
     for name in arguments.engines:
+        made = set(paths)
         failure = first_failure(partial(add, name))
         if failure is not None:
-            paths.pop(name, None)
+            for added in set(paths) - made:
+                del paths[added]
             absent[name] = failure.removeprefix("AbsentError: ")
     return paths
 

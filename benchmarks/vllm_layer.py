@@ -4,14 +4,17 @@ what an engine runs on Hopper where deep_moe does not."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Barrier, Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import deep_moe
 from deep_moe.formats.block_scaled import GROUP_SIZE, unpack_ue8m0
 from deep_moe.heuristics import MoEShape
 from deep_moe.trial.synthetic import Layer
@@ -173,6 +176,130 @@ class VllmLayer:
         return y
 
 
+NUM_BATCHES = 2  # that vLLM overlaps
+# Two batches: the SMs that dispatch and combine have, beside the experts of the other batch.
+SMS_BESIDE_EXPERTS = 32
+BATCH_TIMEOUT_S = 60
+ROOM = 1.25  # of the rows that come to the busiest rank, which an engine does not know
+
+
+class VllmLayerOverAllToAll:
+    """A VllmLayer's experts between dispatch and combine of our all-to-all for many tokens, in
+    place of vLLM's all-gather and reduce-scatter; weights are shared with it.
+
+    in_two_batches: the halves of the tokens overlap as vLLM's `--enable-dbo` overlaps them.
+    """
+
+    def __init__(
+        self, layer: VllmLayer, shape: MoEShape, device: torch.device, *, in_two_batches: bool
+    ) -> None:
+        self.layer = layer
+        self.in_two_batches = in_two_batches
+        self._shape = shape
+        self._device = device
+        self._kernels: dict[int, tuple[deep_moe.AllToAll, Any]] = {}  # by a call's tokens
+        self._travelling = torch.cuda.Stream(device) if in_two_batches else None
+
+    def step(self, tokens_of_ranks: list[int]) -> Any:
+        return self.layer.step(tokens_of_ranks)
+
+    def __call__(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """As of VllmLayer. The first call with so many tokens makes their all-to-all, so all ranks
+        have equally many."""
+        is_split = self.in_two_batches and x.shape[0] >= NUM_BATCHES
+        kernel = self._kernel(topk_idx.tensor_split(NUM_BATCHES if is_split else 1))
+        method = self.layer.experts.quant_method
+        vllms, method.moe_kernel = method.moe_kernel, kernel
+        try:
+            if is_split:
+                return self._overlapped(x, topk_idx, topk_weights)
+            return self.layer(x, topk_idx, topk_weights)
+        finally:
+            method.moe_kernel = vllms
+
+    def _kernel(self, batches: Sequence[torch.Tensor]) -> Any:
+        from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+
+        from deep_moe.integrations.vllm.all_to_all import format_of_experts
+        from deep_moe.integrations.vllm.many_tokens import ThroughputPrepareAndFinalize
+
+        num_tokens = sum(map(len, batches))
+        if num_tokens not in self._kernels:
+            shape, experts = self._shape, self.layer.experts.quant_method.moe_kernel.fused_experts
+            rows = max(most_rows(topk_idx, shape) for topk_idx in batches)
+            # Tensors that are made in inference mode could not be written to outside of it.
+            with torch.inference_mode(False):
+                transport = deep_moe.AllToAll(
+                    dist.group.WORLD,
+                    len(batches[0]),  # as many as any has
+                    shape.hidden,
+                    shape.num_experts,
+                    shape.num_topk,
+                    math.ceil(ROOM * rows),
+                    expert_alignment=1,
+                    token_format=format_of_experts(
+                        experts.quant_config, is_deferred=experts.expects_unquantized_inputs
+                    ),
+                    num_sms=SMS_BESIDE_EXPERTS if self.in_two_batches else None,
+                    device=self._device,
+                )
+                steps = ThroughputPrepareAndFinalize(transport)
+            self._kernels[num_tokens] = transport, FusedMoEKernel(steps, experts)
+        return self._kernels[num_tokens][1]
+
+    def _overlapped(self, *call: torch.Tensor) -> torch.Tensor:
+        """A thread for each batch, of which one runs at a time: vLLM's contexts hand over."""
+        from vllm.forward_context import get_forward_context, override_forward_context
+        from vllm.v1.worker.ubatching import make_ubatch_contexts
+
+        batches = list(zip(*(tensor.tensor_split(NUM_BATCHES) for tensor in call), strict=True))
+        made: list[Any] = [None] * NUM_BATCHES
+        all_are_there = Barrier(NUM_BATCHES + 1)
+        contexts = make_ubatch_contexts(
+            NUM_BATCHES,
+            torch.cuda.current_stream(self._device),
+            self._travelling,
+            [get_forward_context()] * NUM_BATCHES,
+            all_are_there,
+        )
+
+        def run(batch: int) -> None:
+            torch.cuda.set_device(self._device)
+            try:
+                with torch.inference_mode(), contexts[batch]:
+                    made[batch] = self.layer(*batches[batch])
+            except Exception as error:
+                made[batch] = error
+
+        threads = [Thread(target=run, args=(i,), daemon=True) for i in range(NUM_BATCHES)]
+        with override_forward_context(None):
+            for thread in threads:
+                thread.start()
+            all_are_there.wait()
+            contexts[0].cpu_wait_event.set()
+            for thread in threads:
+                thread.join(BATCH_TIMEOUT_S)  # one that failed does not hand over any more
+        for one in made:
+            if not isinstance(one, torch.Tensor):
+                raise one or RuntimeError(f"a batch was not ready within {BATCH_TIMEOUT_S} s")
+        return torch.cat(made)
+
+    def close(self) -> None:
+        for transport, _ in self._kernels.values():
+            transport.close()
+        self._kernels.clear()
+
+
+def most_rows(topk_idx: torch.Tensor, shape: MoEShape) -> int:
+    """Rows that come to the rank that gets the most."""
+    owner = topk_idx[topk_idx >= 0] // shape.num_experts_per_rank
+    rows = torch.bincount(owner.flatten(), minlength=shape.num_ranks)
+    dist.all_reduce(rows)
+    return int(rows.max())
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """How vLLM takes weights of a format. quantization: what a checkpoint says of its experts.
@@ -285,4 +412,4 @@ def _require_workspace(device: torch.device) -> None:
     from vllm.v1.worker import workspace
 
     if not workspace.is_workspace_manager_initialized():
-        workspace.init_workspace_manager(device)
+        workspace.init_workspace_manager(device, num_ubatches=NUM_BATCHES)

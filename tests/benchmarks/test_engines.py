@@ -44,6 +44,7 @@ BRIEF = ["--calls", "1", "--rounds", "1", "--warmup", "0", "--commit", "abc"]
         (["--pairs", "0"], "--tokens, --calls, --rounds and --pairs must be at least 1"),
         (["--markdown", "a.md"], "--markdown needs --show"),
         (["--engines", "cutlas"], "invalid choice"),
+        (["--transports", "nvlink"], "invalid choice: 'nvlink'"),
     ],
 )
 def test_impossible_options_are_refused(words, message, capsys):

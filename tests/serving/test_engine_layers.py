@@ -4,6 +4,7 @@ scatter tokens, and call a kernel. Here that one is PyTorch's, in Marlin's place
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ vllm = pytest.importorskip("vllm", reason="make test-serving installs it")
 WORDS = ["--experts", "4", "--topk", "2", "--hidden", "256", "--intermediate", "128"]
 WORDS += ["--calls", "1", "--rounds", "1", "--warmup", "0", "--commit", "abc", "--tokens", "2", "5"]
 WORDS += ["--model", "deepseek-v4-flash", "--engines", "marlin", "triton", "cutlass"]
+WORDS += ["--transports", "vllm", "all_to_all", "two_batches"]
 
 
 def put_in_marlins_place() -> None:
@@ -111,11 +113,33 @@ def give_a_cpu_vllms_collectives() -> None:
     DeviceCommunicatorBase.reduce_scatterv = reduce_scatterv
 
 
+class _Stream:
+    """Of a CPU, on which everything is in order."""
+
+    def __init__(self, *_: Any) -> None: ...
+    def record(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+
+
+def give_a_cpu_streams() -> None:
+    """That vLLM's two batches change between; a thread begins on the first."""
+    from vllm.v1.worker import ubatching
+
+    first, now = _Stream(), threading.local()
+    cuda: Any = torch.cuda
+    cuda.Stream, torch.Event = _Stream, _Stream  # type: ignore[misc, assignment]
+    cuda.set_stream = lambda stream: setattr(now, "stream", stream)
+    ubatching.current_stream = lambda: getattr(now, "stream", first)
+    cuda.current_stream = lambda *_: ubatching.current_stream()
+    cuda.set_device = lambda _: None
+
+
 def _run(device: torch.device, arguments: Any) -> None:
     import sys
 
     put_in_marlins_place()
     give_a_cpu_vllms_collectives()
+    give_a_cpu_streams()
     sys.modules["flashinfer"] = None  # type: ignore[assignment]
     run_rank(device, arguments)
 
@@ -132,8 +156,13 @@ def test_vllm_runs_the_layer_that_is_timed(tmp_path: Path, num_ranks: int) -> No
     assert report["absent"]["cutlass"].startswith("flashinfer cannot be imported")
     for result in report["results"]:
         assert result["failed"] == {}
-        assert result["paths"]["marlin"]["distance"] < 1e-4
-        assert set(result["paths"]) == {"deep_moe", "deep_moe_bf16", "marlin", "triton"}
+        vllms = [
+            f"{name}{transport}"
+            for name in ("marlin", "triton")
+            for transport in ("", "_all_to_all", "_two_batches")
+        ]
+        assert set(result["paths"]) == {"deep_moe", "deep_moe_bf16", *vllms}
+        assert all(result["paths"][name]["distance"] < 1e-4 for name in vllms)
 
 
 E, H, I = 2, 256, 128  # noqa: E741

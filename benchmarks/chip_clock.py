@@ -423,13 +423,22 @@ extern "C" __global__ void probe(u64 unused, u64* out) {
 }"""
 
 
-def wgmma_source(n: int, in_registers: bool) -> str:
+def wgmma_text(n: int, in_registers: bool) -> str:
+    """A product of d, f or desc, and desc."""
     registers = ", ".join(f"%{i}" for i in range(n // 2))
     b = n // 2
     fragment = ", ".join(f"%{b + 1 + i}" for i in range(4))
     a = f"{{{fragment}}}" if in_registers else f"%{b + 1}"
     d = ", ".join(f'"+f"(d[{i}])' for i in range(n // 2))
     a_operands = '"r"(f[0]), "r"(f[1]), "r"(f[2]), "r"(f[3])' if in_registers else '"l"(desc)'
+    return (
+        f'asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 "\n'
+        f'"{{{registers}}}, {a}, %{b}, 1, 1, 1;" : {d} : "l"(desc), {a_operands});'
+    )
+
+
+def wgmma_source(n: int, loop: str, finish: str = "") -> str:
+    """loop: of products with n columns, over `groups`. finish: behind the last reading of time."""
     return rf"""
 extern "C" __global__ void __launch_bounds__(256, 1) probe(u64 groups, u64 per_group, u64* out) {{
     for (u32 i = threadIdx.x; i < 16384; i += blockDim.x)
@@ -440,19 +449,17 @@ extern "C" __global__ void __launch_bounds__(256, 1) probe(u64 groups, u64 per_g
     #pragma unroll
     for (int i = 0; i < {n // 2}; ++i) d[i] = 0;
     u32 f[4] = {{threadIdx.x * 77u & 0x37373737u, 0x31323334u, 0x30313033u, 0x32313031u}};
+    u32 r[8], seed_lo = u32(groups) * 5, seed_hi = seed_lo ^ 99;
+    float x[8];
+    for (int i = 0; i < 8; ++i) {{ r[i] = threadIdx.x * i; x[i] = r[i] * 1e-9f; }}
     u64 desc = (u64(shared_address(smem)) & 0x3ffff) >> 4 | u64(1) << 16 | u64(64) << 32 |
                u64(1) << 62;
     u64 begin = ticks(), begin_ns = global_ns();
     for (u32 g = 0; g < u32(groups); ++g) {{
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        #pragma unroll 4
-        for (u32 i = 0; i < u32(per_group); ++i)
-            asm volatile("wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 "
-                         "{{{registers}}}, {a}, %{b}, 1, 1, 1;" : {d} : "l"(desc), {a_operands});
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        {loop}
     }}
     u64 end = ticks(), end_ns = global_ns();
+    {finish}
     float sum = 0;
     #pragma unroll
     for (int i = 0; i < {n // 2}; ++i) sum += d[i];
@@ -461,9 +468,29 @@ extern "C" __global__ void __launch_bounds__(256, 1) probe(u64 groups, u64 per_g
 }}"""
 
 
+WGMMA_FENCE = 'asm volatile("wgmma.fence.sync.aligned;" ::: "memory");'
+WGMMA_COMMIT = 'asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");'
+WGMMA_WAIT = 'asm volatile("wgmma.wait_group.sync.aligned {0};" ::: "memory");'
+
+
+def groups_source(n: int, in_registers: bool) -> str:
+    """Groups of products, one after the other."""
+    return wgmma_source(
+        n,
+        rf"""
+        {WGMMA_FENCE}
+        #pragma unroll 4
+        for (u32 i = 0; i < u32(per_group); ++i) {{
+            {wgmma_text(n, in_registers)}
+        }}
+        {WGMMA_COMMIT}
+        {WGMMA_WAIT.format(0)}""",
+    )
+
+
 def wgmma(n: int, in_registers: bool, warpgroups: int, per_group: int) -> Callable[[Device], float]:
     """Cycles per wgmma of a warpgroup."""
-    source = wgmma_source(n, in_registers)
+    source = groups_source(n, in_registers)
 
     def measure(device: Device) -> float:
         groups = 16
@@ -477,8 +504,29 @@ def wgmma(n: int, in_registers: bool, warpgroups: int, per_group: int) -> Callab
     return measure
 
 
+def beside_wgmma(
+    n: int, in_registers: bool, instruction: str, array: str, count: int
+) -> Callable[[Device], float]:
+    """Cycles per wgmma of a warpgroup, if each scheduler has two warps, and each of these `count`
+    instructions on an array of eight for a wgmma. Groups of two, four under way."""
+    texts = [instruction.format(f"{array}[{i % 8}]") for i in range(2 * count)]
+    product = wgmma_text(n, in_registers)
+    group = [*texts, WGMMA_FENCE, product, product, WGMMA_COMMIT, WGMMA_WAIT.format(3)]
+    used = [f'asm volatile("" :: "r"(r[{i}]), "f"(x[{i}]));' for i in range(8)]
+    num_groups, rounds = 4, 200
+    source = wgmma_source(
+        n, "\n".join(group * num_groups), "\n".join([WGMMA_WAIT.format(0), *used])
+    )
+
+    def measure(device: Device) -> float:
+        found = median(lambda: float(device.run(source, 1, 256, 65536, [rounds, 0], 4)[0][0]))
+        return found / rounds / num_groups / 2
+
+    return measure
+
+
 def clock_mhz(num_ctas: int, per_group: int, n: int = 128) -> Callable[[Device], float]:
-    source = wgmma_source(n, False)
+    source = groups_source(n, False)
 
     def measure(device: Device) -> float:
         found = device.run(source, num_ctas, 256, 65536, [per_group, 256], 4)[0]
@@ -648,6 +696,18 @@ def probes(large: bool) -> Iterator[Probe]:
         yield Probe(
             f"wgmma m64n128k32, {words}, two warpgroups", "cycles", wgmma(128, in_registers, 2, 64)
         )
+        # So many that both warps' fill most of the time that a product takes by itself, and more.
+        for n, most in ((8, 10), (32, 10), (128, 60)):
+            for name, instruction, array, count in (
+                ("nothing", "", "r", 0),
+                (f"{most} LOP3", LOP, "r", most),
+                (f"{most} FFMA", FMA, "x", most),
+            ):
+                yield Probe(
+                    f"wgmma m64n{n}k32, {words}, two warpgroups, {name} beside each",
+                    "cycles",
+                    beside_wgmma(n, in_registers, instruction, array, count),
+                )
     yield Probe("atomic, one thread", "ns", atomics(0, 1, 1))
     yield Probe("atomics on one address, 132 threads", "ns", atomics(0, 132, 1))
     yield Probe("atomics on one address, 132 x 32 threads", "ns", atomics(0, 132, 32))

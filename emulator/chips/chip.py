@@ -89,6 +89,9 @@ SCHEMA: Mapping[str, Meaning] = MappingProxyType(
         "mma_latency_cycles": Meaning(_CY, "from an MMA's last product until a wait sees it"),
         "mma_latency_cycles_per_n": Meaning(_CY, "that each column adds"),
         "mma_issue_cycles": Meaning(_CY, "that a wgmma takes its warp"),
+        "mma_register_cycles": Meaning(
+            _CY, "of a wgmma with A in registers at least; but for one, nothing else is issued"
+        ),
         "tmem_bytes_per_cycle": Meaning("bytes per cycle", "of tensor memory to one warp"),
         "tmem_latency_cycles": Meaning(_CY, "of a load from tensor memory"),
         "tmem_copy_cycles": Meaning(_CY, "of a tcgen05.cp"),

@@ -61,6 +61,7 @@ const std::vector<ChipParameter>& chip_parameters() {
         PARAMETER(mma_latency_cycles),
         PARAMETER(mma_latency_cycles_per_n),
         PARAMETER(mma_issue_cycles),
+        PARAMETER(mma_register_cycles),
         PARAMETER(tmem_bytes_per_cycle),
         PARAMETER(tmem_latency_cycles),
         PARAMETER(tmem_copy_cycles),

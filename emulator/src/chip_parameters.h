@@ -45,7 +45,7 @@ struct ChipParameters {
     // tensor cores: m64nN with 32 bytes of K
     double mma_cycles_per_n = 0, mma_shared_floor_cycles = 0;  // floor + N / 4 with A in memory
     double mma_latency_cycles = 0, mma_latency_cycles_per_n = 0;
-    double mma_issue_cycles = 0;
+    double mma_issue_cycles = 0, mma_register_cycles = 0;
     double tmem_bytes_per_cycle = 0, tmem_latency_cycles = 0, tmem_copy_cycles = 0;
     // links
     double link_gb_per_s = 0, link_latency_ns = 0;  // one way

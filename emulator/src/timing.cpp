@@ -580,12 +580,17 @@ bool Timing::before(Warp& w, const Op& op, const OpCost& cost) {
         }
         case OpKind::wgmma: {
             t.extra += uint32_t(chip.mma_issue_cycles);
+            // For all but one cycle of it the scheduler issues nothing else; of these, `work` has
+            // the product's own.
+            if (cost.has_registers)
+                t.work += uint64_t(4 * std::max(0.0, chip.mma_register_cycles - 2));
             flush(w);
             SmTime& sm = *w.cta->sm;
             const double n = cost.size, rate = chip.mma_cycles_per_n * n;
             const double bytes = 32 * n + (cost.has_registers ? 0 : 2048);
             const double length =
-                cost.has_registers ? rate : std::max(rate, chip.mma_shared_floor_cycles + n / 4);
+                std::max(rate, cost.has_registers ? chip.mma_register_cycles
+                                                  : chip.mma_shared_floor_cycles + n / 4);
             const Picoseconds taken = cycles(gpu, length);
             gpu.tensor_busy += cycles(gpu, rate);
             gpu.has_multiplied = true;

@@ -137,14 +137,28 @@ done:"""
     assert warm[1] - warm[0] == pytest.approx(4 * 1024, abs=0.1)
 
 
-def test_products_take_the_tensor_cores_rate():
+@pytest.mark.parametrize(
+    ("n", "a", "num_additions", "num_warpgroups", "cycles"),
+    [
+        (128, "{%r0, %r1, %r2, %r3}", 0, 1, 64),  # half a cycle for each column
+        (8, "%rd0", 0, 1, 18),  # A and B through shared memory's port
+        (8, "{%r0, %r1, %r2, %r3}", 0, 1, 13),  # A out of the registers
+        # Meanwhile the scheduler issues nothing of its other warp.
+        (8, "{%r0, %r1, %r2, %r3}", 10, 2, 2 * (10 + 12)),
+        (8, "%rd0", 10, 2, 2 * 18),
+    ],
+)
+def test_products_take_the_tensor_cores_rate(
+    n: int, a: str, num_additions: int, num_warpgroups: int, cycles: int
+):
     def products(count: int) -> str:
-        registers = ", ".join(f"%f{i}" for i in range(64))
+        registers = ", ".join(f"%f{i}" for i in range(n // 2))
+        additions = [f"add.f32 %g{i}, %g{i}, %g{i};" for i in range(num_additions)]
         one = f"""
-wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {{{registers}}}, {{%r0, %r1, %r2, %r3}}, %rd0,
-    %c0, 1, 1;"""
+wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{registers}}}, {a}, %rd0, %c0, 1, 1;
+{" ".join(additions)}"""
         return f"""
-.shared .align 1024 .b8 data[16384]; .reg .f32 %f<64>;
+.shared .align 1024 .b8 data[16384]; .reg .f32 %f<64>, %g<16>;
 mov.u64 %rd0, 0x4000004000000040;
 setp.eq.u32 %c0, 0, 1;
 wgmma.fence.sync.aligned;
@@ -153,16 +167,17 @@ wgmma.commit_group.sync.aligned;
 wgmma.wait_group.sync.aligned 0;"""
 
     def span(count: int) -> float:
-        machine = Machine(clock=chip(), checks=False, products=False)
+        on = chip(issue_gap_cycles=1, mma_issue_cycles=1)
+        machine = Machine(clock=on, checks=False, products=False)
         text = entry(products(count), 0).replace("sm_100a", "sm_90a")
-        machine.launch(machine.load(text), grid=(1, 1, 1), block=(128, 1, 1))
+        machine.launch(machine.load(text), grid=(1, 1, 1), block=(128 * num_warpgroups, 1, 1))
         machine.run()
         (launch,) = machine.launch_times
-        assert launch.tensor_share > 0.1
+        assert launch.tensor_share > 0.1 or n == 8
         return launch.ns
 
-    # m64n128 with 32 bytes of K: 64 cycles of each of the SM's four tensor cores.
-    assert span(16) - span(8) == pytest.approx(8 * 64)
+    # Products of 64 rows with 32 bytes of K, on each of the SM's four tensor cores.
+    assert span(24) - span(8) == pytest.approx(16 * cycles, rel=0.01)
 
 
 def test_a_wait_lasts_until_its_event():

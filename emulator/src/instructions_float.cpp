@@ -18,7 +18,8 @@ namespace deep_moe::emulator {
 namespace {
 
 // aux
-constexpr uint64_t flush_bit = 1, saturate_bit = 2, nan_bit = 4, xorsign_bit = 8, relu_bit = 16;
+constexpr uint64_t flush_bit = 1, saturate_bit = 2, nan_bit = 4, xorsign_bit = 8, relu_bit = 16,
+                   magnitudes_bit = 32;
 constexpr int rounding_shift = 8;
 enum Direction : uint64_t { nearest = 0, toward_zero = 1, downward = 2, upward = 3 };
 
@@ -308,6 +309,7 @@ template <class T, bool is_max>
 Flow min_max3(Warp& w, const Op& op) {
     return map3<T, T, T, T>(w, op, [&](T a, T b, T c) {
         MinMax<is_max> f{op.aux};
+        if (op.aux & magnitudes_bit) a = std::fabs(a), b = std::fabs(b), c = std::fabs(c);
         return f(f(prepared(a, op.aux), prepared(b, op.aux)), prepared(c, op.aux));
     });
 }
@@ -543,6 +545,7 @@ void decode_min_max(Decoder& d) {
     uint64_t aux = take_flags(d);
     Type type = d.take_type();
     bool three = d.num_operands() == 4;
+    if (three && d.take("abs")) aux |= magnitudes_bit;
     const Body body = body_of(d, type,
                               {
                                   .f32 = three ? min_max3<float, is_max> : min_max<float, is_max>,

@@ -59,6 +59,24 @@ Flow inval(Warp& w, const Op& op) {
     return Flow::next;
 }
 
+// What an arrival returns: the phase that it belongs to, and above it the arrivals that were
+// pending.
+constexpr int phase_bits = 44;
+uint64_t state_of(const Mbarrier& barrier) {
+    return barrier.phase | uint64_t(barrier.pending) << phase_bits;
+}
+uint64_t phase_of(uint64_t state) {
+    return state & ((uint64_t(1) << phase_bits) - 1);
+}
+
+Flow pending_count(Warp& w, const Op& op) {
+    const auto state = w.in<uint64_t>(op.operands[1]);
+    w.for_each_lane([&](int lane) {
+        w.out<uint32_t>(op.operands[0]).set(lane, uint32_t(state[lane] >> phase_bits));
+    });
+    return Flow::next;
+}
+
 enum class Arrival : uint8_t { plain, drop, expect, drop_and_expect };
 
 // state, address, count or bytes
@@ -68,7 +86,7 @@ Flow arrive(Warp& w, const Op& op) {
     w.for_each_lane([&](int lane) {
         SharedPlace at = place(w, op, op.operands[1], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
-        if (!op.operands[0].sink) w.out<uint64_t>(op.operands[0]).set(lane, barrier.phase);
+        if (!op.operands[0].sink) w.out<uint64_t>(op.operands[0]).set(lane, state_of(barrier));
         if (w.machine->races) {
             if (op.aux & relaxed)
                 w.machine->races->arrive_relaxed(w, lane, *at.cta, barrier);
@@ -150,7 +168,7 @@ uint32_t test(Warp& w, const Op& op, bool by_parity) {
         SharedPlace at = place(w, op, op.operands[1], lane);
         Mbarrier& barrier = mbarrier_at(*at.cta, at.offset);
         const uint64_t value = by_parity ? w.in<uint32_t>(op.operands[2])[lane] & 1
-                                         : w.in<uint64_t>(op.operands[2])[lane];
+                                         : phase_of(w.in<uint64_t>(op.operands[2])[lane]);
         const bool complete =
             by_parity ? barrier.test_parity(uint32_t(value)) : barrier.test_state(value);
         if (by_parity && w.machine->checks) check_parity(w, barrier, value, complete);
@@ -260,6 +278,12 @@ void decode_arrive_drop(Decoder& d) {
     decode_arrive(d, true);
 }
 
+void decode_pending_count(Decoder& d) {
+    d.ignore({"b64"});
+    d.expect_operands(2);
+    d.emit(pending_count, {d.destination(0, Type::u32), d.source(1, Type::b64)});
+}
+
 void decode_transactions(Decoder& d, Body body) {
     const Space space = d.take_space();
     take_order(d);
@@ -306,6 +330,8 @@ InstructionTable mbarrier_instructions() {
         {"mbarrier.arrive_drop", decode_arrive_drop, "arrival that lowers the expected count"},
         {"mbarrier.expect_tx", decode_expect_tx, "more bytes are expected in this phase"},
         {"mbarrier.complete_tx", decode_complete_tx, "bytes have come, without a copy"},
+        {"mbarrier.pending_count", decode_pending_count,
+         "arrivals that were pending before the one that returned a state"},
         {"mbarrier.test_wait", decode_test_wait, "asks for a phase, by state or parity"},
         {"mbarrier.try_wait", decode_try_wait,
          "waits a bounded time for a phase, by state or parity"},

@@ -443,6 +443,17 @@ struct Reduced {
         return reduce_integer(reduction, a, b);
     }
 };
+// Of vectors of halves.
+template <Reduction reduction>
+struct Extreme {
+    template <class T>
+    T operator()(T a, T b) const {
+        if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, BFloat>)
+            return T::from(reduce_float(reduction, float(a), float(b)));
+        else
+            return {(*this)(a.low, b.low), (*this)(a.high, b.high)};
+    }
+};
 // In global memory .f32 is added without subnormal numbers, and a NaN of .f64 goes on as it is.
 struct AtomicAdd {
     static float flushed_sum(float a, float b) {
@@ -643,6 +654,25 @@ Body atomic_add(Decoder& d, Type type, bool in_shared) {
     }
 }
 
+template <Reduction reduction>
+Body atomic_extreme(Decoder& d, Type type, size_t num_elements) {
+    if (num_elements > 1) {
+        switch (type) {
+            case Type::f16:
+                return atomic<Half, Extreme<reduction>>;
+            case Type::bf16:
+                return atomic<BFloat, Extreme<reduction>>;
+            case Type::f16x2:
+                return atomic<Two<Half>, Extreme<reduction>>;
+            case Type::bf16x2:
+                return atomic<Two<BFloat>, Extreme<reduction>>;
+            default:
+                break;
+        }
+    }
+    return atomic_integer<Reduced<reduction>>(d, type);
+}
+
 void decode_atomic(Decoder& d, bool returns) {
     const Strength strength = take_strength(d, Scope::gpu);
     Space space = d.take_space();
@@ -688,9 +718,9 @@ void decode_atomic(Decoder& d, bool returns) {
     else if (name == "dec")
         body = atomic_integer<Reduced<Reduction::dec>>(d, type);
     else if (name == "min")
-        body = atomic_integer<Reduced<Reduction::min>>(d, type);
+        body = atomic_extreme<Reduction::min>(d, type, n);
     else if (name == "max")
-        body = atomic_integer<Reduced<Reduction::max>>(d, type);
+        body = atomic_extreme<Reduction::max>(d, type, n);
     else if (name == "add")
         body = atomic_add(d, type, space == Space::shared || space == Space::shared_cluster);
     else

@@ -1,15 +1,15 @@
 """Forms of instructions that few kernels use, against NumPy: rows picked by tensor copies, atomics
-of 128 bits, matrices of bytes and of elements of 4 and 6 bits, products with block scales, loads of
-tensor memory that reduce."""
+of 128 bits and of vectors of halves, states of mbarriers, magnitudes, matrices of bytes and of
+elements of 4 and 6 bits, products with block scales, loads of tensor memory that reduce."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from warpcheck import InvalidOperation, InvalidPtx, Machine
+from warpcheck import InvalidOperation, InvalidPtx, Machine, Unsupported
 
 from .device import aligned, run_kernel
-from .raw_ptx import entry, run_body
+from .raw_ptx import entry, run_body, run_lanes
 from .tensor_images import tensor_map
 
 # ---- cp.async.bulk.tensor, four rows by number
@@ -82,6 +82,83 @@ def test_rows_are_picked_by_maps_of_one_row(source: str) -> None:
     image = tensor_map(1, tensor.ctypes.data, [64, 32], [128], [32, 4])
     with pytest.raises(InvalidOperation, match="a box of one row, the tensor map's has 4"):
         run_kernel(source, image, np.zeros(64, np.uint32), 0, 0, 1, 2, 3, memory=(tensor,))
+
+
+# ---- atomics of vectors of halves
+
+
+@pytest.mark.parametrize("name", ["min", "max"])
+def test_vectors_of_halves_keep_their_extremes(name: str) -> None:
+    """All lanes at one place; a number wins over NaN."""
+    values = np.random.default_rng(1).normal(size=(32, 8)).astype(np.float16)
+    values[3, 5] = np.nan
+    out = np.full(8, 0.5, np.float16)
+    run_body(
+        "mov.u32 %r0, %tid.x; mad.wide.u32 %rd1, %r0, 16, %p1;"
+        "ld.global.v4.b32 {%r1, %r2, %r3, %r4}, [%rd1];"
+        f"red.relaxed.gpu.global.v4.f16x2.{name}.noftz [%p0], {{%r1, %r2, %r3, %r4}};",
+        out,
+        values,
+    )
+    extreme = np.fmin if name == "min" else np.fmax
+    assert np.array_equal(out, extreme.reduce(values, initial=np.float16(0.5)))
+
+
+def test_an_extreme_returns_what_was_there() -> None:
+    numbers = np.array([1.5, -2.0, 3.0, -4.0], np.float32)
+    place = (numbers.view(np.uint32) >> 16).astype(np.uint16)  # as bf16
+    old = np.zeros(4, np.uint16)
+    run_body(
+        "mov.b16 %h0, 0;"  # all four against 0
+        "atom.global.v4.bf16.max.noftz {%h1, %h2, %h3, %h4}, [%p0], {%h0, %h0, %h0, %h0};"
+        "st.global.v4.b16 [%p1], {%h1, %h2, %h3, %h4};",
+        place,
+        old,
+        threads=1,
+    )
+    assert np.array_equal((old.astype(np.uint32) << 16).view(np.float32), numbers)
+    found = (place.astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(found, np.maximum(numbers, 0))
+
+
+def test_one_half_has_no_extreme() -> None:
+    with pytest.raises(Unsupported, match=r"type \.f16 is not supported here"):
+        run_body("atom.global.min.noftz.f16 %h0, [%p0], %h1;", np.zeros(2, np.uint16))
+
+
+# ---- states of mbarriers
+
+
+def test_a_state_tells_how_many_arrivals_were_pending() -> None:
+    """And still tells whether its phase is over."""
+    out = np.zeros(5, np.uint32)
+    waits = "mbarrier.test_wait.shared.b64 %c1, [%r1], %rd3; selp.u32 %r5, 1, 0, %c1;"
+    run_body(
+        "mov.u32 %r1, s; mbarrier.init.shared.b64 [%r1], 5;"
+        "mbarrier.arrive.noComplete.release.cta.shared::cta.b64 %rd1, [%r1], 2;"
+        "mbarrier.arrive_drop.noComplete.release.cta.shared::cta.b64 %rd2, [%r1], 1;"
+        "mbarrier.arrive.shared.b64 %rd3, [%r1];"
+        "mbarrier.pending_count.b64 %r2, %rd1; mbarrier.pending_count.b64 %r3, %rd2;"
+        "mbarrier.pending_count.b64 %r4, %rd3;"
+        "st.global.u32 [%p0], %r2; st.global.u32 [%p0+4], %r3; st.global.u32 [%p0+8], %r4;"
+        f"{waits} st.global.u32 [%p0+12], %r5; mbarrier.arrive.shared.b64 _, [%r1];"
+        f"{waits} st.global.u32 [%p0+16], %r5;",
+        out,
+        threads=1,
+        module=".shared .align 8 .b64 s;\n",
+    )
+    assert out.tolist() == [5, 3, 2, 0, 1]
+
+
+# ---- smallest and largest magnitudes of three
+
+
+@pytest.mark.parametrize(("name", "extreme"), [("min", np.fmin), ("max", np.fmax)])
+def test_magnitudes_of_three_are_compared(name: str, extreme: np.ufunc) -> None:
+    a, b, c = np.random.default_rng(2).normal(size=(3, 32)).astype(np.float32)
+    b[4] = c[7] = np.nan
+    result = run_lanes(f"{name}.abs.f32 $d, $a, $b, $c;", np.float32, a, b, c)
+    assert np.array_equal(result, extreme(extreme(abs(a), abs(b)), abs(c)))
 
 
 # ---- atom.b128

@@ -18,6 +18,7 @@ NOT_RECORDED = {
     "clusterlaunchcontrol.query_cancel.is_canceled": _SM100,
     "clusterlaunchcontrol.try_cancel": _SM100,
     "cp.async.mbarrier.arrive": _LATER,
+    "mbarrier.pending_count": _LATER,
     "mma.sp": "the form without ordered metadata is deprecated",
     "multimem.ld_reduce": _SEVERAL,
     "multimem.red": _SEVERAL,

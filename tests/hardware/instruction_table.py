@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from deep_moe.emulator import supported_instructions
 
+from ..emulator.hard_forms import hard_forms
 from .coverage import covered, reason_left_out
 from .suite import all_cases
 
@@ -32,11 +33,18 @@ A module that has one of these does not load; the error names the line.
 | `cp.async.bulk.tensor` | `.im2col::w`, `.im2col::w::128` |
 | `cvt` | `.scaled::n2::ue8m0` to anything but `.bf16x2`; `.s2f6x2` |
 | `tex`, `tld4`, `txq`, `istypep`, `suld`, `sust`, `sured`, `suq` | textures and surfaces |
+| `tcgen05.mma` | `.ashift` |
+| `mma` | `.f16` results of elements of 4 and 6 bits |
+| `wmma` | elements of 1 and 4 bits |
 | `vadd`, `vsub`, `vabsdiff`, `vmin`, `vmax`, `vshl`, `vshr`, `vmad`, `vset` | of one value |
 
 What a descriptor asks for at run time ends the kernel: K = 96 and absolute leading offsets
 (sm_103), sparsity selectors above 1, `tcgen05.mma.sp` with 64 rows in each CTA of a pair,
 `tcgen05.mma.ws` of 32 or 64 rows with a sparse A or with A in tensor memory.
+
+`tests/emulator/hard_forms.txt` lists {num_forms} forms that few kernels use, from all chapters.
+`ptxas` 13.0 assembles each of them. {num_loaded} load here, and {num_refused} are refused as above;
+a test compares.
 """
 
 
@@ -50,7 +58,12 @@ def instruction_table() -> str:
             f"| `{name}` | {summary} | {'yes' if name in executed else reason_left_out(name)} |\n"
         )
 
-    return HEADER + "".join(map(row, sorted(names))) + FOOTER
+    forms = [form for chapter in hard_forms().values() for form in chapter]
+    num_refused = sum(form.is_refused for form in forms)
+    footer = FOOTER.format(
+        num_forms=len(forms), num_loaded=len(forms) - num_refused, num_refused=num_refused
+    )
+    return HEADER + "".join(map(row, sorted(names))) + footer
 
 
 if __name__ == "__main__":

@@ -620,6 +620,42 @@ def test_scales_that_the_target_cannot_apply_give_the_layer_back(installed, capl
     assert "must be a power of two" in line
 
 
+def test_vllms_own_option_asks_for_it(installed, caplog):
+    """In any of vLLM's spellings, and its commands list the name."""
+    from vllm.config.kernel import KernelConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    installed("sm_90a")
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    asked = parser.parse_args(["--moe-backend", "deep-moe"]).moe_backend
+    with pytest.raises(ValueError, match="deep_moe"):
+        KernelConfig(moe_backend="deep_mow")
+    source, (x, logits) = checkpoint("mxfp4"), tokens(5)
+    with caplog.at_level(logging.INFO, "vllm.deep_moe"), world() as config:
+        config.kernel_config = KernelConfig(moe_backend=asked)
+        runner = make_runner("mxfp4", swiglu_limit=1.0)
+        load(runner, "mxfp4", source)
+        result = forward(runner, config, x, logits)
+    assert torch.equal(result, called_directly("mxfp4", "sm_90a", source, x, logits, limit=1.0))
+    assert lines(caplog) == [f"{NAME}: experts run by deep_moe (mxfp4)"]
+
+
+def test_what_was_asked_for_and_cannot_run_is_an_error(installed):
+    from vllm.config.kernel import KernelConfig
+
+    installed("sm_100a")
+    l1, l2 = checkpoint("fp8")
+    with world() as config:
+        config.kernel_config = KernelConfig(moe_backend="deep_moe")
+        asked = "moe_backend='deep_moe' was asked for, but deep_moe cannot run the experts"
+        with pytest.raises(DeepMoEError, match=f"^{NAME}: {asked}: experts have biases; with"):
+            make_runner("mxfp4", has_bias=True)
+        runner = make_runner("fp8", prefix="other")
+        with pytest.raises(DeepMoEError, match=f"^other: {asked}: expert 0.*power of two"):
+            load(runner, "fp8", ((l1[0], l1[1] * 1.5), l2))
+
+
 def test_without_a_gpu_vllm_runs_experts_itself(installed, caplog):
     installed("1")
     with caplog.at_level(logging.INFO, "vllm.deep_moe"), world():

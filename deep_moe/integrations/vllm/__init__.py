@@ -25,7 +25,8 @@ logger = logging.getLogger("vllm.deep_moe")
 
 
 def register() -> None:
-    """Let vLLM make its layers of routed experts by this adapter. vLLM calls it in every process.
+    """Let vLLM make its layers of routed experts by this adapter, and its `--moe-backend` name
+    deep_moe. vLLM calls it in every process.
 
     A vLLM that this was not written for, or where another plugin has taken the layers, runs all
     experts itself: one warning says so.

@@ -42,6 +42,7 @@ from ..switch import (
 from ..token_format import served_token_format
 from ..unsupported import UnsupportedError
 from .all_to_all import make_step_kernel
+from .backend_option import BACKEND, add_backend, take_request
 from .experts import make_kernel
 from .forms import form_of
 from .routing import route_in_preparation
@@ -63,7 +64,8 @@ steps = SharedSteps()
 
 
 def install(emulated_arch: str | None) -> None:
-    """From now on, vLLM makes its layers of routed experts by this adapter.
+    """From now on, vLLM makes its layers of routed experts by this adapter, and its `--moe-backend`
+    names deep_moe.
 
     emulated_arch: the target that is emulated where there is no GPU; None: vLLM runs experts there.
     """
@@ -74,6 +76,7 @@ def install(emulated_arch: str | None) -> None:
             raise DeepMoEError(
                 f"another plugin, {installed.__module__}, replaces vLLM's {replaced}"
             )
+    add_backend()
     for replaced, own in _REPLACED.items():
         if replaced not in op_registry_oot:
             PluggableLayer.register_oot(own, name=replaced)
@@ -83,10 +86,12 @@ class DeepMoERoutedExperts(RoutedExperts):
     """vLLM's layer, with our method where the kernel runs its experts."""
 
     emulated_arch: str | None = None
+    is_asked_for = False  # by vLLM's own option: what cannot run is an error
 
     def _get_quant_method(
         self, prefix: str, quant_config: Any, moe_config: FusedMoEConfig
     ) -> FusedMoEMethodBase:
+        self.is_asked_for = take_request(moe_config)
         engine = super()._get_quant_method(prefix, quant_config, moe_config)
         self.loaded_parts = LoadedParts()
         try:
@@ -119,9 +124,18 @@ class DeepMoERoutedExperts(RoutedExperts):
                 check_step_sizes(*own_sizes)
             _check_process()
         except UnsupportedError as error:
-            log_fallback(prefix, engine, str(error))
+            self.fall_back(prefix, engine, str(error))
             return engine
         return DeepMoEMethod(moe_config, engine, form, plan, arch, path)
+
+    def fall_back(self, prefix: str, engine: FusedMoEMethodBase, reason: str) -> None:
+        """Log that vLLM's method runs the layer, or raise DeepMoEError if ours was asked for."""
+        if self.is_asked_for:
+            raise DeepMoEError(
+                f"{prefix}: moe_backend={BACKEND!r} was asked for, but deep_moe cannot run the "
+                f"experts: {reason}; with moe_backend='auto' vLLM runs them"
+            )
+        logger.warning("%s: experts run by vLLM (%s): %s", prefix, engine.method_name, reason)
 
     def weight_loader(
         self,
@@ -241,7 +255,7 @@ class DeepMoEMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> FusedMoEQuantConfig:
         return FUSED_MOE_UNQUANTIZED_CONFIG
 
-    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+    def process_weights_after_loading(self, layer: DeepMoERoutedExperts) -> None:
         """Lay the weights out, on every rank, and let the layer's parameters be the kernel's own
         tensors, which a load balancer permutes. vLLM calls this again when it has loaded other
         weights: those are written into the same tensors."""
@@ -377,14 +391,14 @@ class DeepMoEMethod(FusedMoEMethodBase):
         dist.all_gather_object(reasons, reason, group=get_ep_group().cpu_group)
         return next((one for one in reasons if one is not None), None)
 
-    def _give_back(self, layer: RoutedExperts, reason: str) -> None:
+    def _give_back(self, layer: DeepMoERoutedExperts, reason: str) -> None:
         if self.is_rounded_up:
             raise DeepMoEError(
                 f"{layer.layer_name}: deep_moe cannot run the experts: {reason}; and "
                 f"{self.engine.method_name} needs them in other sizes. DEEP_MOE_VLLM=0 serves "
                 "without deep_moe"
             )
-        log_fallback(layer.layer_name, self.engine, reason)
+        layer.fall_back(layer.layer_name, self.engine, reason)
         layer._replace_quant_method(self.engine)
         self.engine.process_weights_after_loading(layer)
 
@@ -452,10 +466,6 @@ def _engines_own(layer: DeepMoERoutedExperts) -> Iterator[None]:
         yield
     finally:
         layer.__dict__["quant_method"] = method
-
-
-def log_fallback(layer: str, engine: FusedMoEMethodBase, reason: str) -> None:
-    logger.warning("%s: experts run by vLLM (%s): %s", layer, engine.method_name, reason)
 
 
 def _check_process() -> None:

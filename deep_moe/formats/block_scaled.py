@@ -161,7 +161,8 @@ def unpack_ue8m0(sf: torch.Tensor) -> torch.Tensor:
     """Words int32 [..., K/128] to bytes uint8 [..., K/32]."""
     if sf.dtype != torch.int32:
         raise TypeError(f"sf must be int32, four UE8M0 bytes per word; got {sf.dtype}")
-    return sf.contiguous().view(torch.uint8)
+    # One word of each row may lie any stride from a next one that there is not.
+    return sf.contiguous().unsqueeze(-1).view(torch.uint8).flatten(-2)
 
 
 def random_scale_bytes(

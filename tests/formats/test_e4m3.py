@@ -168,6 +168,16 @@ def test_packing_copies_and_takes_unaligned_slices():
     assert unpack_ue8m0(packed).tolist() == list(range(1, 9))
 
 
+def test_scales_by_column_are_unpacked() -> None:
+    """Of one word, too, whose stride says nothing."""
+    for num_words in (1, 2):
+        words = torch.arange(8 * num_words, dtype=torch.int32).view(num_words, 8).mT[:3]
+        assert torch.equal(
+            unpack_ue8m0(words), unpack_ue8m0(words.clone(memory_format=torch.contiguous_format))
+        )
+        assert unpack_ue8m0(words).shape == (3, 4 * num_words)
+
+
 def test_ue8m0_values():
     every_byte = torch.arange(256, dtype=torch.uint8)
     decoded = ue8m0_to_float(every_byte)

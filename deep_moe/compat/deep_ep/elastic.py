@@ -345,7 +345,7 @@ class ElasticBuffer:
         if received.x_sf is not None:
             recv_sf = received.x_sf[:num_rows]
             if use_tma_aligned_col_major_sf:
-                recv_sf = _by_column(recv_sf)
+                recv_sf = by_column(recv_sf)
             recv_x = received.x[:num_rows], recv_sf
         weights = received.topk_weights
         event = EventOverlap(EventHandle()) if async_with_compute_stream else EventOverlap()
@@ -522,7 +522,7 @@ def _taken_apart(x: Tokens) -> tuple[torch.Tensor, torch.Tensor | None, TokenFor
     return values, scales.contiguous(), token_format
 
 
-def _by_column(scales: torch.Tensor) -> torch.Tensor:
+def by_column(scales: torch.Tensor) -> torch.Tensor:
     """The same [rows, words], neighbouring rows side by side, columns aligned as TMA wants them."""
     num_rows, num_words = scales.shape
     size = (num_words, align_up(max(num_rows, 1), _SF_ALIGNMENT))

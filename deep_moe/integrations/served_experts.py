@@ -7,6 +7,7 @@ expert-major, so such a balancer can permute experts in place. Nothing waits for
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from deep_moe.biases.per_expert import MegaMoEBiases, transform_biases_for_mega_moe
 from deep_moe.compat.deep_gemm.operands import packed_weights
-from deep_moe.errors import DeepMoEError
+from deep_moe.errors import DeepMoEError, RequantizationWarning
 from deep_moe.formats.sizes import K_BLOCK
 from deep_moe.fused.input_preparation import prepare_inputs, route_and_prepare_inputs
 from deep_moe.fused.mega_moe import mega_moe
@@ -41,7 +42,7 @@ from deep_moe.weights.transform import (
 from .engine_form import LAYERS, EngineForm, in_engines_words
 from .kernels_ahead import KernelsAhead
 from .shared_buffers import LayerSizes, SharedBuffers
-from .switch import ON, SM100_VARIABLE, read_sm100, read_static_scales
+from .switch import ON, SM100_VARIABLE, read_requantize, read_sm100, read_static_scales
 from .unsupported import UnsupportedError
 
 if TYPE_CHECKING:
@@ -118,6 +119,9 @@ class ServedExperts:
         self.has_static_scales = False
         self.local_token_scale: torch.Tensor | None = None
         self.token_scale: torch.Tensor | None = None
+        # FP8 weights may be rounded anew, and the farthest that those of a layer of an expert were.
+        self.may_requantize = sizes.weights == "fp8" and read_requantize()
+        self.relative_error: float | None = None
         self._owner = object()
         self._is_mixed = False  # of old and new weights, when some that replace others failed
 
@@ -168,13 +172,10 @@ class ServedExperts:
         self._is_mixed = True
         for i in range(self.num_local_experts):
             try:
-                transform_weights_for_mega_moe(
+                self._transformed(
                     self._one("l1", l1, i, is_interleaved=is_interleaved, are_made_up=are_made_up),
                     self._one("l2", l2, i, are_made_up=are_made_up),
-                    self.arch,
-                    weights=self.sizes.weights,
-                    token_format=self.sizes.token_format,
-                    out=weights.expert(i),
+                    weights.expert(i),
                 )
             except (TypeError, ValueError) as error:
                 raise self._refusal(f"expert {i}: {error}") from error
@@ -204,19 +205,44 @@ class ServedExperts:
             if new_l1 is None or new_l2 is None:
                 kept = self._as_loaded(own)
                 new_l1, new_l2 = new_l1 or kept.l1, new_l2 or kept.l2
-            made = transform_weights_for_mega_moe(
-                new_l1,
-                new_l2,
-                self.arch,
-                weights=self.sizes.weights,
-                token_format=self.sizes.token_format,
-            )
+            made = self._transformed(new_l1, new_l2)
         except (TypeError, ValueError) as error:
             raise self._refusal(str(error)) from error
         for given, new, old in zip((l1, l2), made, own, strict=True):
             if given is not None:
                 for new_tensor, old_tensor in zip(new, old, strict=True):
                     old_tensor.copy_(new_tensor)
+
+    def _transformed(
+        self, l1: LayerWeights, l2: LayerWeights, out: MegaMoEWeights | None = None
+    ) -> MegaMoEWeights:
+        """In the kernel's layout. How far weights were rounded anew goes to `relative_error`."""
+        with warnings.catch_warnings(record=self.may_requantize) as told:
+            if self.may_requantize:
+                warnings.simplefilter("always", RequantizationWarning)
+            made = transform_weights_for_mega_moe(
+                l1,
+                l2,
+                self.arch,
+                weights=self.sizes.weights,
+                token_format=self.sizes.token_format,
+                requantize=self.may_requantize,
+                out=out,
+            )
+        for warning in told or ():
+            if isinstance(warning.message, RequantizationWarning):
+                own = self.relative_error or 0.0
+                self.relative_error = max(own, warning.message.relative_error)
+            else:
+                warnings.warn(warning.message, stacklevel=3)
+        return made
+
+    @property
+    def rounding_words(self) -> str:
+        """For an engine's log, behind what runs the experts."""
+        if self.relative_error is None:
+            return ""
+        return f", weights rounded anew, by up to {self.relative_error:.1%} of a layer's size"
 
     def _as_loaded(self, weights: MegaMoEWeights) -> ExpertWeights:
         return inverse_transform_weights(

@@ -19,6 +19,7 @@ PATH_VARIABLE = "DEEP_MOE_VLLM_PATH"
 SCALES_VARIABLE = "DEEP_MOE_TOKEN_SCALES"
 AHEAD_VARIABLE = "DEEP_MOE_COMPILE_AHEAD"
 SM100_VARIABLE = "DEEP_MOE_SM100"
+REQUANTIZE_VARIABLE = "DEEP_MOE_REQUANTIZE"
 OWN_SCALES, CHECKPOINT_SCALES = "own", "checkpoint"
 FUSED, LOW_LATENCY = "fused", "low_latency"
 
@@ -102,6 +103,18 @@ def read_sm100() -> bool:
         raise ValueError(
             f"{SM100_VARIABLE} must be {OFF} (the default), or {ON} to let engines run experts by "
             f"kernels that nobody has run on such a GPU yet; got {value!r}"
+        )
+    return value == ON
+
+
+def read_requantize() -> bool:
+    """Whether DEEP_MOE_REQUANTIZE lets FP8 experts be rounded anew, whose scales the kernel cannot
+    apply: 0, the default, or 1. Raises ValueError for anything else."""
+    value = os.environ.get(REQUANTIZE_VARIABLE) or OFF
+    if value not in (OFF, ON):
+        raise ValueError(
+            f"{REQUANTIZE_VARIABLE} must be {OFF} (the default), or {ON} to round FP8 experts anew "
+            f"where the kernel cannot apply their scales; got {value!r}"
         )
     return value == ON
 

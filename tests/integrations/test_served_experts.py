@@ -14,7 +14,7 @@ import torch
 import deep_moe
 from deep_moe.activations import Swiglu, SwigluOai
 from deep_moe.compat.deep_gemm.operands import packed_weights
-from deep_moe.errors import DeepMoEError, MegaMoETimeoutError
+from deep_moe.errors import DeepMoEError, MegaMoETimeoutError, RequantizationWarning
 from deep_moe.formats.block_scaled import unpack_ue8m0
 from deep_moe.heuristics.router import Router
 from deep_moe.integrations import served_experts
@@ -24,6 +24,7 @@ from deep_moe.integrations.switch import read_token_format
 from deep_moe.integrations.token_format import served_token_format
 from deep_moe.integrations.unsupported import UnsupportedError
 from deep_moe.trial.rank_processes import run_on_ranks
+from deep_moe.weights import weight_format
 from tests.everyday import parametrize
 from tests.pairs import formats
 
@@ -276,6 +277,44 @@ def test_bf16_experts(arch):
                 h = torch.nn.functional.silu(gate) * up
                 expected[token] += 0.5 * (l2[expert].float() @ h)
     assert torch.allclose(call(layer, IDS).float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_fp8_experts_are_rounded_anew_only_if_that_is_asked_for(monkeypatch):
+    sizes = SIZES._replace(weights="fp8")
+    generator = torch.Generator().manual_seed(4)
+    source = [
+        weight_format("fp8").quantize(torch.randn(shape, generator=generator), (128, 128))
+        for shape in ((4, 256, 256), (4, 256, 128))
+    ]
+
+    def loaded(arch: str) -> ServedExperts:
+        layer = ServedExperts(sizes, Swiglu(), None, CPU, 8, arch)
+        layer.load(*source)
+        return layer
+
+    with pytest.raises(UnsupportedError, match=r"expert 0: .* must be a power of two"):
+        loaded("sm_100a")
+    monkeypatch.setenv("DEEP_MOE_REQUANTIZE", "1")
+    layer = loaded("sm_100a")
+    with pytest.warns(RequantizationWarning) as told:
+        expected = deep_moe.transform_weights_for_mega_moe(
+            *source, "sm_100a", **formats("fp8"), requantize=True
+        )
+    assert layer.weights is not None
+    for own, of_call in zip(layer.weights, expected, strict=True):
+        for tensor, other in zip(own, of_call, strict=True):
+            assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
+    assert layer.relative_error is not None
+    # Of the worst expert; there it is of all of them.
+    assert layer.relative_error >= max(one.message.relative_error for one in told)
+    assert 0.01 < layer.relative_error < 0.05
+    assert layer.rounding_words == (
+        f", weights rounded anew, by up to {layer.relative_error:.1%} of a layer's size"
+    )
+    assert loaded("sm_90a").rounding_words == ""  # which applies such scales as they are
+    monkeypatch.setenv("DEEP_MOE_REQUANTIZE", "yes")
+    with pytest.raises(ValueError, match=r"DEEP_MOE_REQUANTIZE must be 0 .* or 1 .* got 'yes'"):
+        loaded("sm_90a")
 
 
 def test_mxfp4_experts_with_tokens_in_bf16():

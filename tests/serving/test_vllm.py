@@ -620,6 +620,20 @@ def test_scales_that_the_target_cannot_apply_give_the_layer_back(installed, capl
     assert "must be a power of two" in line
 
 
+def test_scales_that_the_target_cannot_apply_are_rounded_if_asked(installed, caplog, monkeypatch):
+    monkeypatch.setenv("DEEP_MOE_REQUANTIZE", "1")
+    installed("sm_100a")
+    (values, sf), l2 = checkpoint("fp8")
+    source, (x, logits) = ((values, sf * 1.5), l2), tokens(5)
+    result = served(caplog, "fp8", source, x, logits)
+    # Which applies such scales.
+    exact = called_directly("fp8", "sm_90a", source, x, logits, limit=1.0)
+    angle = torch.nn.functional.cosine_similarity(result.float(), exact.float())
+    assert (1 - angle).max() < 3e-3
+    (line,) = lines(caplog)
+    assert line.startswith(f"{NAME}: experts run by deep_moe (fp8, weights rounded anew, by up to ")
+
+
 def test_vllms_own_option_asks_for_it(installed, caplog):
     """In any of vLLM's spellings, and its commands list the name."""
     from vllm.config.kernel import KernelConfig

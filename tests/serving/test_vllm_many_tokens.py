@@ -88,6 +88,47 @@ def test_vllms_experts_run_between_dispatch_and_combine(reduces):
         layer.close()
 
 
+def test_the_steps_by_the_names_of_a_known_document():
+    """Ids that come are of all ranks' experts, weights count once, in the last step, and what is
+    handed on needs no host: sizes are fixed, and rows of none are told by their id."""
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
+        TopKWeightAndReduceDelegate,
+    )
+
+    with world():
+        layer = make_layer()
+        steps = make_kernel(layer).prepare_finalize
+        hidden_states, topk_weights, topk_ids = tokens(5, 0)
+        receiver = steps.prepare_async(
+            a1=hidden_states,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            num_experts=EXPERTS,
+            expert_map=None,
+            apply_router_weight_on_input=False,
+            quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
+        )
+        expert_x, expert_x_scale, _, expert_topk_ids, recv_weights = receiver()
+        assert expert_x_scale is None
+        assert expert_x.shape == (MAX_ROWS, HIDDEN)
+        came = expert_topk_ids[expert_topk_ids >= 0]
+        assert came.sort().values.tolist() == topk_ids.flatten().sort().values.tolist()
+        assert recv_weights.unique().tolist() == [1]
+        output = torch.empty_like(hidden_states)
+        receiver = steps.finalize_async(
+            output=output,
+            fused_expert_output=3 * expert_x,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            apply_router_weight_on_input=False,
+            weight_and_reduce_impl=TopKWeightAndReduceDelegate(),
+        )
+        receiver()
+        assert close(output, 3 * hidden_states.float() * topk_weights.sum(dim=1, keepdim=True))
+        layer.close()
+
+
 def test_weights_on_the_input_count_once():
     with world():
         layer = make_layer(topk=1)

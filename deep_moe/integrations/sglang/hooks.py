@@ -97,12 +97,13 @@ def build(original: Callable[..., Any], experts: Any) -> Any:
     routing.note(experts)
     ranks = engine.expert_group().world_size
     logger.info(
-        "%s: experts run by deep_moe (%s, %d rank%s%s)",
+        "%s: experts run by deep_moe (%s, %d rank%s%s%s)",
         name,
         served.sizes.weights,
         ranks,
         "" if ranks == 1 else "s",
         "" if served.token_scale is None else ", tokens by the checkpoint's scale",
+        served.rounding_words,
     )
     return None
 

@@ -312,13 +312,14 @@ class DeepMoEMethod(FusedMoEMethodBase):
         routed = ", chosen where tokens are prepared" if self._routes(layer) else ""
         scaled = "" if served.token_scale is None else ", tokens by the checkpoint's scale"
         logger.info(
-            "%s: experts run by deep_moe (%s%s%s%s%s)",
+            "%s: experts run by deep_moe (%s%s%s%s%s%s)",
             layer.layer_name,
             self.form.weights,
             ranks,
             path,
             routed,
             scaled,
+            served.rounding_words,
         )
 
     def _routes(self, layer: RoutedExperts) -> bool:

@@ -58,6 +58,11 @@ def choose_all(configs: Iterable[Any]) -> None:
         assert config.num_threads > 0
 
 
+def render(config: jit.KernelConfig, **_: Any) -> None:
+    """In place of `jit.build`: the source is made, and not compiled."""
+    assert jit.render_kernel(config)
+
+
 class DryLayer:
     """In place of `RankLayer`, in tests of one GPU: a kernel is chosen for each call, as the call
     would choose it, and no value is computed."""
@@ -101,16 +106,19 @@ _ANSWERS = {
 
 
 def pytest_configure() -> None:
+    # A name that is no longer there is an error.
+    replace = pytest.MonkeyPatch().setattr
     for name, answer in _ANSWERS.items():
-        setattr(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
+        replace(torch.cuda, name, lambda *_, _answer=answer, **__: _answer)
     # The first that each tensor, stream, event and graph of a GPU asks.
-    torch.cuda._lazy_init = torch.multiprocessing.spawn = reach
+    replace(torch.cuda, "_lazy_init", reach)
+    replace(torch.multiprocessing, "spawn", reach)
     for name in ("Stream", "Event", "CUDAGraph", "graph", "device", "current_stream", "stream"):
-        setattr(torch.cuda, name, reach)
+        replace(torch.cuda, name, reach)
     # What else takes long, or starts processes that know of no GPU.
-    jit._build = reach
-    RankPool._start = reach  # type: ignore[method-assign]
-    torch.multiprocessing.start_processes = reach
+    replace(jit, "build", render)
+    replace(RankPool, "_start", reach)
+    replace(torch.multiprocessing, "start_processes", reach)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

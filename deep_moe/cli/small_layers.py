@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from .fuzz import NUM_WORKERS
 from .output import coloured, new_table, print_json, stdout
 from .progress import bar
 
@@ -19,7 +20,7 @@ def run_small_layers(as_json: bool) -> None:
     started = time.perf_counter()
     rows: list[dict[str, Any]] = []
     with bar("small layers", total=len(SMALL_LAYERS)) as say:
-        for outcome in outcomes(SMALL_LAYERS):
+        for outcome in outcomes(SMALL_LAYERS, num_workers=NUM_WORKERS):
             case, failure = outcome.case, outcome.failure
             say(f"{case.path} on {case.arch}", advance=1)
             row = {"path": case.path, "arch": case.arch, "layer": words_of(case)}

@@ -55,7 +55,9 @@ def outcomes(
         finally:
             torch.set_num_threads(num_threads)
         return
-    context = multiprocessing.get_context("spawn")
+    # Workers are forks of a process that has imported, so that PyTorch is imported once for all.
+    multiprocessing.set_forkserver_preload(["deep_moe.trial.fuzzing"])
+    context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(num_workers, context, torch.set_num_threads, (1,)) as pool:
         try:
             yield from _outcomes_of_pool(pool, batches, num_workers, ends_at)

@@ -18,8 +18,6 @@ from deep_moe.weights.transform import (
 )
 
 HIDDEN, INTERMEDIATE = 384, 256  # an odd number of 128 rows in Linear2
-LOWER_BYTES = (0x00, 0x40, 0x80, 0xC0)
-UPPER_BYTES = (0x00, 0x01, 0x80, 0x81)
 
 
 def bf16(bits: int) -> float:
@@ -32,12 +30,17 @@ def word_at(part: bytes, start: int) -> int:
 
 def e2m1_values(word: int, h: int) -> list[float]:
     """A row's four values of a product, 2^-126 times as large, in the order of their columns."""
+
+    def rotated(distance: int) -> int:
+        return (word << distance | word >> 32 - distance) & 0xFFFFFFFF
+
     made = []
     for c in range(2):
-        selectors = word >> (16 * h + 2 * c) & 0x3333
-        for v in range(2):
-            lower, upper = selectors >> 8 * v & 3, selectors >> 8 * v + 4 & 3
-            made.append(bf16(UPPER_BYTES[upper] << 8 | LOWER_BYTES[lower]))
+        if (c, h) == (0, 1):
+            register = rotated(2) & 0x80C080C0 | rotated(10) & 0x01000100
+        else:
+            register = rotated({(0, 0): 6, (1, 0): 12, (1, 1): 0}[c, h]) & 0x81C081C0
+        made += [bf16(register & 0xFFFF), bf16(register >> 16)]
     return made
 
 

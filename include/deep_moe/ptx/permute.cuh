@@ -1,4 +1,4 @@
-// Byte permutation. Any thread may call it.
+// Bytes and halves in other places. Any thread may call it.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -12,6 +12,13 @@ __device__ __forceinline__ uint32_t prmt(uint32_t low, uint32_t high, uint32_t s
     uint32_t bytes;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selectors));
     return bytes;
+}
+
+// Bits that leave at the highest come in at the lowest.
+__device__ __forceinline__ uint32_t rotate_left(uint32_t word, uint32_t distance) {
+    uint32_t rotated;
+    asm("shf.l.wrap.b32 %0, %1, %1, %2;" : "=r"(rotated) : "r"(word), "r"(distance));
+    return rotated;
 }
 
 // A half in both halves. As an operand of arithmetic of two halves it takes no instruction: those

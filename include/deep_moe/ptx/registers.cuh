@@ -19,7 +19,8 @@ __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" : : "n"(count));
 }
 
-// The same value, which the compiler does not know any more. Any thread.
+// The same value, which the compiler does not know any more. Any thread. By a sum, because an OR
+// would be made part of each logical instruction that uses the value.
 __device__ __forceinline__ uint32_t in_register(uint32_t value) {
     uint32_t unknown;
     asm("{\n"
@@ -27,7 +28,7 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
         "mov.u32 zero, %laneid;\n"
         "popc.b32 zero, zero;\n"
         "shr.b32 zero, zero, 6;\n"
-        "or.b32 %0, %1, zero;\n"
+        "add.u32 %0, %1, zero;\n"
         "}"
         : "=r"(unknown)
         : "r"(value));

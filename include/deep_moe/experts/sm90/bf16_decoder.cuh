@@ -8,7 +8,9 @@
 
 #include <cuda/std/cstdint>
 
+#include "deep_moe/conditional.cuh"
 #include "deep_moe/dispatch/plain_pull_policy.cuh"
+#include "deep_moe/experts/sm90/eight_row_loop.cuh"
 #include "deep_moe/experts/sm90/main_loop.cuh"
 #include "deep_moe/ptx/ld_st.cuh"
 #include "deep_moe/ptx/permute.cuh"
@@ -109,7 +111,8 @@ struct Bf16DecodedWeights {
     static constexpr bool promotes_token_scales = false;
 
     template <class Config>
-    using MainLoop = sm90::MainLoop<Config, Decoder>;
+    using MainLoop = conditional_t<Config::block_m == 8, EightRowLoop<Config, Decoder>,
+                                   sm90::MainLoop<Config, Decoder>>;
     template <class Config>
     using PullPolicy = PlainPullPolicy<Config>;
 };

@@ -48,6 +48,8 @@ BLOCK_N = (
     256  # two math warpgroups of two 64-row products each; 128 rows read tokens twice as often
 )
 NUM_DISPATCH_WARPS = 2
+# Rows of the widest tile whose blocks a dispatch warp publishes.
+MAX_PUBLISHED_ROWS = 32
 NUM_LOADER_WARPS = 2  # activations, weights; in one warpgroup with dispatch
 NUM_MATH_WARPS = 8
 
@@ -69,6 +71,7 @@ OVERRIDABLE = (
     "num_unit_m_blocks",
     "num_experts_per_part",
     "num_part_m_blocks",
+    "num_publish_warps",
     "num_dispatch_registers",
     "num_epilogue_registers",
     "num_combine_chunks",
@@ -111,6 +114,7 @@ def smem_layout(config: ConfigFields, kind: WeightKind) -> Layout:
         "num_experts",
         "hidden",
         "num_dispatch_warps",
+        "num_publish_warps",
         "num_epilogue_warps",
         "block_m",
         "block_n",
@@ -202,6 +206,15 @@ def choose_fields(
     )
 
     choose("num_dispatch_warps", NUM_DISPATCH_WARPS, "half of a warpgroup, beside the loaders")
+    num_publish_warps = choose(
+        "num_publish_warps",
+        1 if block_m <= MAX_PUBLISHED_ROWS else 0,
+        "of dispatch: memory bounds blocks of few rows, and no load is to wait for a release"
+        if block_m <= MAX_PUBLISHED_ROWS
+        else "the weight loader publishes, and all dispatch warps pull",
+    )
+    if num_publish_warps not in (0, 1):
+        raise ValueError(f"num_publish_warps must be 0 or 1; got {num_publish_warps}")
     choose("num_epilogue_warps", NUM_MATH_WARPS, "two math warpgroups, which also do the epilogue")
     choose(
         "num_threads",

@@ -134,6 +134,7 @@ def sm90_smem_layout(
     num_experts: int,
     hidden: int,
     num_dispatch_warps: int,
+    num_publish_warps: int,
     num_epilogue_warps: int,
     block_m: int,
     block_n: int,
@@ -222,11 +223,17 @@ def sm90_smem_layout(
         add(name, dtype, dims, purpose, alignment=16)
     builder.mark("barriers_offset", alignment=16)
     claim_barriers = ("claim_barriers", num_block_slots, "it is known what was claimed")
+    seen_barriers = (
+        "seen_barriers",
+        num_block_slots,
+        "results of a block are seen, to publish them",
+    )
     barriers = (
         ("pull_barriers", num_dispatch_warps, "token has arrived in the pull buffer"),
         ("full_barriers", num_stages, "stage is loaded"),
         ("empty_barriers", num_stages, "stage may be overwritten"),
         ("header_barriers", num_block_slots, "block header is written"),
+        *([seen_barriers] if num_publish_warps else []),
         ("stored_barriers", num_block_slots, "results of a block are stored"),
         *([claim_barriers] if cluster_size > 1 else []),
         ("combine_barriers", 2 * num_epilogue_warps, "contribution has arrived"),

@@ -177,6 +177,15 @@ def test_turns_are_short_where_experts_have_many_tokens(num_tokens, is_uneven, t
     assert (config.num_turn_m_blocks, config.num_lead_m_blocks) == (turn, lead)
 
 
+@pytest.mark.parametrize(
+    ("block_m", "num_warps"), [(8, 1), (32, 1), (40, 0), (112, 0)], ids=lambda n: str(n)
+)
+def test_who_publishes(block_m: int, num_warps: int) -> None:
+    assert sm90_config(100, overrides={"block_m": block_m}).num_publish_warps == num_warps
+    with pytest.raises(ValueError, match="num_publish_warps must be 0 or 1; got 2"):
+        sm90_config(100, overrides={"block_m": block_m, "num_publish_warps": 2})
+
+
 def test_fixed_values():
     config = sm90_config(100)
     assert (config.block_n, config.block_k, config.cluster_size) == (256, 128, 1)

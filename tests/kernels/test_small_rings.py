@@ -24,7 +24,7 @@ NUM_SMS = 4
 SMALLEST = 384  # rows
 TILES = {
     "sm_90a": (
-        {"block_m": 8},  # math publishes and releases by itself
+        {"block_m": 8},  # a warp of its own publishes and releases
         {"block_m": 64, "num_stages": 3},
         {"block_m": 168},  # two m-blocks in the ring
         {"block_m": 128, "block_m_step": 32, "num_stages": 3},

@@ -881,8 +881,8 @@ SM90_MUTATIONS = (
         M(name, replaced(mark, old, new), "result", weights="mxfp4", token_format="bf16")
         for name, mark, old, new in (
             ("scale_of_another_group", "bf16_group_scale", "[i / 2]", "[0]"),
-            ("values_of_the_first_pairs", "bf16_second_pairs", "word >> 2", "word"),
-            ("values_of_the_upper_row", "bf16_upper_selectors", "second >> 16", "second"),
+            ("exponent_of_another_value", "e2m1_split_value", "word, 10", "word, 12"),
+            ("values_of_the_upper_row", "e2m1_odd_scale", "odd", "even"),
         )
     ),
     M(
@@ -904,6 +904,23 @@ SM90_MUTATIONS = (
             ),
             ("int4", "int4_codes_of_the_first_pair", "int4_second_codes", "word >> 8", "word"),
             ("mxfp8", "mxfp8_signs_of_the_first_pair", "mxfp8_second_pair", "0xb3a2", "0x93a2"),
+        )
+    ),
+    *(
+        M(name, edit, catcher, weights="int4", token_format="bf16", one_size=8)
+        for name, edit, catcher in (
+            ("eight_rows_given_back_before_other_lanes", removed("eight_rows_read"), "race"),
+            ("eight_rows_not_awaited", removed("eight_rows_awaited"), "race"),
+            (
+                "eight_rows_loaded_where_one_lane_may",
+                replaced("eight_rows_asked", "__all_sync(full_warp,", "("),
+                "misuse",
+            ),
+            (
+                "eight_rows_without_swizzle",
+                replaced("token_chunk", "chunk ^ row", "chunk"),
+                "result",
+            ),
         )
     ),
     M("sign_of_upper_nibbles", replaced("upper_nibbles", "word << 4", "word << 3"), "result"),
@@ -1108,7 +1125,19 @@ SM90_MUTATIONS = (
         instead("results_stored", "const bool stored = true;"),
         "race|misuse",
     ),
-    M("math_publishes_before_others", removed("math_stored"), "race", one_size=8),
+    M(
+        "own_warp_publishes_before_stored",
+        replaced("own_results_stored", "slot.parity", "slot.parity ^ 1"),
+        "race|misuse",
+        one_size=8,
+    ),
+    M("header_written_before_read", instead("slot_awaited", "return true;"), "race", one_size=8),
+    M(
+        "slot_never_free",
+        replaced("seen_init", "Config::num_block_slots, 1", "Config::num_block_slots, 2"),
+        "timeout",
+        one_size=8,
+    ),
     M(
         "publishes_behind_next_block",
         instead("publish_at", "return num_k_blocks;"),

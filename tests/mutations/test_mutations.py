@@ -303,7 +303,13 @@ def test_without_a_bug_nobody_complains_about_float_scales(schedule: str) -> Non
     assert outcome("sm_90a", schedule, weights="fp8", token_format="fp8_128") == ""
 
 
-@pytest.mark.parametrize(("arch", "num_rows"), [("sm_90a", 8), ("sm_90a", 96), ("sm_100a", 32)])
+@parametrize("schedule", SCHEDULES, everyday=["random"])
+@pytest.mark.parametrize("weights", ["mxfp4", "int4"])
+def test_without_a_bug_nobody_complains_about_few_rows(schedule: str, weights: str) -> None:
+    assert outcome("sm_90a", schedule, one_size=8, **formats(weights)) == ""
+
+
+@pytest.mark.parametrize(("arch", "num_rows"), [("sm_90a", 96), ("sm_100a", 32)])
 def test_without_a_bug_nobody_complains_about_blocks_of_one_size(arch: str, num_rows: int) -> None:
     assert outcome(arch, one_size=num_rows) == ""
 

@@ -55,8 +55,9 @@ class LocalWalk : ExpertRuns<Config> {
 //
 // After an abort both steps are skipped, but the named barrier shared with other roles is still
 // passed. Calls launched behind this one find that the rank gave up (ExpertCounts::read_given).
-template <class Config, class PullPolicy>
-__device__ void bring_local_tokens(const KernelArgs& args, uint32_t shared_memory) {
+template <class Config, class PullPolicy, class Publish>
+__device__ void bring_local_tokens(const KernelArgs& args, uint32_t shared_memory,
+                                   const Publish& publish) {
     const RankBuffers<Config> work_space(args);
     const TokenPlaces<Config> places(args);
     const SymmBuffer<Config> local = places.local();
@@ -72,13 +73,17 @@ __device__ void bring_local_tokens(const KernelArgs& args, uint32_t shared_memor
     if (counts.fetch(args, local, waiter)) {
         if (cta_idx == 0 && warp_idx == 0) tell_host<Config>(args, counts);
         trace.mark(TraceStep::pull);
-        pull_tokens<Config, PullPolicy, LocalWalk<Config>>(
-            places, counts, cta_idx, warp_idx,
-            shared_memory + Config::Smem::pull_buffers_offset +
-                warp_idx * Config::Smem::pull_buffers_stride,
-            shared_memory + Config::Smem::pull_barriers_offset +
-                warp_idx * Config::Smem::pull_barriers_stride,
-            waiter);
+        if (pulls_tokens<Config>(warp_idx)) {
+            pull_tokens<Config, PullPolicy, LocalWalk<Config>>(
+                places, counts, cta_idx, warp_idx,
+                shared_memory + Config::Smem::pull_buffers_offset +
+                    warp_idx * Config::Smem::pull_buffers_stride,
+                shared_memory + Config::Smem::pull_barriers_offset +
+                    warp_idx * Config::Smem::pull_barriers_stride,
+                waiter);
+        } else {
+            publish(local, waiter);
+        }
     }
     trace.mark(TraceStep::await_compute);
     sync_compute_done<Config>(waiter);  //~ local_blocks_done

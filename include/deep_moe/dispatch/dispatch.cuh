@@ -43,8 +43,8 @@ namespace deep_moe {
 // After an abort every step is skipped, but the two named barriers shared with other roles are
 // still passed, so nobody is left waiting. This rank tells nobody anything any more, in this call
 // nor in those launched behind it, until the host resets the buffer.
-template <class Config, class PullPolicy>
-__device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
+template <class Config, class PullPolicy, class Publish>
+__device__ void dispatch(const KernelArgs& args, uint32_t shared_memory, const Publish& publish) {
     constexpr uint32_t num_threads = Config::num_dispatch_warps * warp_size;
     const RankBuffers<Config> buffers(args);
     const uint32_t cta_idx = blockIdx.x;
@@ -89,24 +89,29 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory) {
     if constexpr (ExpertOrder<Config>::has_shared) {
         trace.mark(TraceStep::pull);
         counts.count_shared(args);
-        num_pulled = pull_first_tokens<Config, PullPolicy>(
-            buffers, counts, cta_idx, warp_idx,
-            shared_memory + Config::Smem::pull_buffers_offset +
-                warp_idx * Config::Smem::pull_buffers_stride,
-            shared_memory + Config::Smem::pull_barriers_offset +
-                warp_idx * Config::Smem::pull_barriers_stride,
-            waiter);
+        if (pulls_tokens<Config>(warp_idx))
+            num_pulled = pull_first_tokens<Config, PullPolicy>(
+                buffers, counts, cta_idx, warp_idx,
+                shared_memory + Config::Smem::pull_buffers_offset +
+                    warp_idx * Config::Smem::pull_buffers_stride,
+                shared_memory + Config::Smem::pull_barriers_offset +
+                    warp_idx * Config::Smem::pull_barriers_stride,
+                waiter);
     }
     trace.mark(TraceStep::await_counts);
     if (counts.acquire(args, local, waiter)) {  //~ counts_acquired
         if (cta_idx == 0 && warp_idx == 0) tell_host<Config>(args, counts);
         trace.mark(TraceStep::pull);
-        pull_tokens<Config, PullPolicy>(buffers, counts, cta_idx, warp_idx,
-                                        shared_memory + Config::Smem::pull_buffers_offset +
-                                            warp_idx * Config::Smem::pull_buffers_stride,
-                                        shared_memory + Config::Smem::pull_barriers_offset +
-                                            warp_idx * Config::Smem::pull_barriers_stride,
-                                        waiter, num_pulled);  //~ pull_buffers
+        if (pulls_tokens<Config>(warp_idx)) {
+            pull_tokens<Config, PullPolicy>(buffers, counts, cta_idx, warp_idx,
+                                            shared_memory + Config::Smem::pull_buffers_offset +
+                                                warp_idx * Config::Smem::pull_buffers_stride,
+                                            shared_memory + Config::Smem::pull_barriers_offset +
+                                                warp_idx * Config::Smem::pull_barriers_stride,
+                                            waiter, num_pulled);  //~ pull_buffers
+        } else {
+            publish(local, waiter);
+        }
     }
 
     // Open combine, when all blocks of all ranks are done.

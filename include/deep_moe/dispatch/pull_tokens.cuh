@@ -1,8 +1,8 @@
 // Dispatch: bring the tokens of this rank's experts into the L1 pool.
 //
-// All dispatch warps of the grid stride over the rank's tokens in pool order, one token per warp at
-// a time: bulk copy into the warp's buffer, bulk copy out into the pool, then one more arrival on
-// the token's pool block.
+// All dispatch warps of the grid, but for those that publish, stride over the rank's tokens in pool
+// order, one token per warp at a time: bulk copy into the warp's buffer, bulk copy out into the
+// pool, then one more arrival on the token's pool block.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -26,6 +26,22 @@
 #include "deep_moe/sync/wait.cuh"
 
 namespace deep_moe {
+
+// Of the dispatch warps, the first. Others publish blocks meanwhile, where the target has such
+// warps (experts/sm90/l1_publisher.cuh).
+template <class Config>
+inline constexpr uint32_t num_pull_warps = Config::num_dispatch_warps;
+template <class Config>
+    requires(Config::num_publish_warps > 0)
+inline constexpr uint32_t num_pull_warps<Config> =
+    Config::num_dispatch_warps - Config::num_publish_warps;
+
+template <class Config>
+__device__ __forceinline__ bool pulls_tokens(uint32_t warp_idx) {
+    // A comparison that all warps pass would take a register while they pull.
+    return num_pull_warps<Config> == Config::num_dispatch_warps ||
+           warp_idx < num_pull_warps<Config>;
+}
 
 // One token on its way, for the architecture's policy.
 //
@@ -204,7 +220,7 @@ class FirstTokenWalk {
     const ExpertOrder<Config>& order_;
 };
 
-// All dispatch warps of the grid: the tokens that Walk(places, counts) finds, but for num_pulled
+// All warps of the grid that pull: the tokens that Walk(places, counts) finds, but for num_pulled
 // that this warp has. `places`: of Config::Tokens, where sources are found. With a PoolWalk, after
 // ExpertCounts::acquire. `pull_buffer`: a token's bytes of this warp's own in shared memory;
 // `pull_barrier`: one arrival plus these bytes per token, first phase 0.
@@ -212,7 +228,7 @@ template <class Config, class PullPolicy, class Walk = PoolWalk<Config>, class C
 __device__ bool pull_tokens(const TokenPlaces<Config>& places, const Counts& counts,
                             uint32_t cta_idx, uint32_t warp_idx, uint32_t pull_buffer,
                             uint32_t pull_barrier, Waiter& waiter, uint32_t num_pulled = 0) {
-    constexpr uint32_t num_warps = Config::num_sms * Config::num_dispatch_warps;
+    constexpr uint32_t num_warps = Config::num_sms * num_pull_warps<Config>;
     constexpr uint32_t token_bytes = SymmBuffer<Config>::token_bytes;
     using Order = ExpertOrder<Config>;
     const SymmBuffer<Config> local = places.local();
@@ -225,8 +241,7 @@ __device__ bool pull_tokens(const TokenPlaces<Config>& places, const Counts& cou
     ptx::fence_proxy_async();  //~ pull_fence
 
     //~ pulled_before
-    for (uint32_t token_idx =
-             cta_idx * Config::num_dispatch_warps + warp_idx + num_pulled * num_warps;
+    for (uint32_t token_idx = cta_idx * num_pull_warps<Config> + warp_idx + num_pulled * num_warps;
          walk.find(token_idx, token); token_idx += num_warps) {
         const auto source = places.of(token.source.rank_idx);
         // Read before the first wait, so that this load is under way with the others.
@@ -297,8 +312,8 @@ __device__ uint32_t pull_first_tokens(const RankBuffers<Config>& buffers,
                                       uint32_t pull_barrier, Waiter& waiter) {
     pull_tokens<Config, PullPolicy, FirstTokenWalk<Config>>(buffers, order, cta_idx, warp_idx,
                                                             pull_buffer, pull_barrier, waiter);
-    constexpr uint32_t num_warps = Config::num_sms * Config::num_dispatch_warps;
-    const uint32_t first = cta_idx * Config::num_dispatch_warps + warp_idx;
+    constexpr uint32_t num_warps = Config::num_sms * num_pull_warps<Config>;
+    const uint32_t first = cta_idx * num_pull_warps<Config> + warp_idx;
     const uint32_t end = order.num_first_tokens();
     return first < end ? ceil_div(end - first, num_warps) : 0;
 }

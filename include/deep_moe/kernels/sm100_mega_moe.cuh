@@ -120,7 +120,7 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
 
     if (warp_idx < Roles::activation_loader) {
         set_registers<Config, Config::num_dispatch_registers>();
-        Config::Tokens::template bring<Config>(args, shared_memory);
+        Config::Tokens::template bring<Config>(args, shared_memory, [](const auto&...) {});
     } else if (warp_idx < Roles::first_decode) {
         set_registers<Config, Config::num_loader_registers>();
         const SymmBuffer<Config> local = RankBuffers<Config>(args).local();

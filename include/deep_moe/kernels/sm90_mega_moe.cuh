@@ -29,7 +29,8 @@ namespace deep_moe::sm90 {
 // The role table. A warpgroup (four warps) shares one register budget.
 //
 //   warps       role                                           registers per thread
-//   0, 1        bring tokens: dispatch                         num_dispatch_registers
+//   0, 1        bring tokens: dispatch. With small tiles
+//               warp 1 pulls none, and publishes blocks        num_dispatch_registers
 //   2, 3        activation loader, weight loader               num_dispatch_registers
 //   4 .. 11     math: products, epilogues, and combine         num_math_registers
 //
@@ -87,7 +88,10 @@ __device__ __forceinline__ void mega_moe(const KernelArgs& args) {
     if (warp_idx < Roles::first_math) {
         set_registers<Config, Config::num_dispatch_registers>();  //~ loader_registers
         if (warp_idx < Roles::activation_loader) {                //~ role_split
-            Config::Tokens::template bring<Config>(args, shared_memory);
+            Config::Tokens::template bring<Config>(
+                args, shared_memory, [&](const SymmBuffer<Config>& local, Waiter& waiter) {
+                    if constexpr (!loader_publishes<Config>) publish_blocks(smem, local, waiter);
+                });
         } else {
             const SymmBuffer<Config> local = RankBuffers<Config>(args).local();
             Waiter waiter(args);

@@ -48,6 +48,7 @@ enum class WaitSite : uint32_t {
     weights_loaded = 21,              // a loaded block of weights, to decode
     decoded_weights_read = 22,        // products of the weights decoded before, to decode others
     pair_slot_free = 23,              // roles that have yet to see an earlier pair of blocks
+    block_seen = 24,                  // the warp that publishes, to see an earlier block
 };
 
 struct RankSet {

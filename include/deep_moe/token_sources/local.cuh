@@ -19,10 +19,11 @@ struct LocalTokens {
     template <class Config>
     using Places = LocalRows<Config, Scales>;
 
-    template <class Config>
-    static __device__ __forceinline__ void bring(const KernelArgs& args, uint32_t shared_memory) {
+    template <class Config, class Publish>
+    static __device__ __forceinline__ void bring(const KernelArgs& args, uint32_t shared_memory,
+                                                 const Publish& publish) {
         bring_local_tokens<Config, typename Config::Weights::template PullPolicy<Config>>(
-            args, shared_memory);
+            args, shared_memory, publish);
     }
 
     // The end of the kernel is all that its results wait for.

@@ -15,8 +15,9 @@ namespace deep_moe {
 //   are_here      whether the tokens of this rank's experts lie here when the kernel starts, and
 //                 the caller says how many each has
 //   Places        where they lie, and where results go
-//   bring(args, shared_memory)
-//                 the dispatch warps' work, from beginning to end
+//   bring(args, shared_memory, publish)
+//                 the dispatch warps' work, from beginning to end. A warp that pulls no tokens
+//                 calls publish(local, waiter) meanwhile
 //   finish(args, shared_memory, warp_idx, waiter)
 //                 what the warps do that have done the epilogues; `warp_idx` counts from the first
 //                 of them
@@ -26,10 +27,11 @@ struct RoutedTokens {
     template <class Config>
     using Places = RankBuffers<Config>;
 
-    template <class Config>
-    static __device__ __forceinline__ void bring(const KernelArgs& args, uint32_t shared_memory) {
-        dispatch<Config, typename Config::Weights::template PullPolicy<Config>>(args,
-                                                                                shared_memory);
+    template <class Config, class Publish>
+    static __device__ __forceinline__ void bring(const KernelArgs& args, uint32_t shared_memory,
+                                                 const Publish& publish) {
+        dispatch<Config, typename Config::Weights::template PullPolicy<Config>>(args, shared_memory,
+                                                                                publish);
     }
 
     template <class Config>

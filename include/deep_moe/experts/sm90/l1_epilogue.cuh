@@ -80,11 +80,6 @@ class L1Epilogue {
             if (!thread_.vote(waiter)) return false;
             store_bf16_tokens(block, values);
         }
-        if constexpr (math_publishes<Config>) {
-            thread_.sync();  //~ math_stored
-            if (thread_.thread_idx == 0) publish_l1_results(local_, block);
-            __syncwarp();
-        }
         return true;
     }
 

@@ -53,11 +53,9 @@ class MathWarps {
             trace_.mark(LinearOf<Config>(block.phase).main_loop_step(), block.weight_block_row_idx,
                         block.num_valid_rows);
             if (!run_block<Config::min_block_m>(block)) return;
-            if constexpr (!math_publishes<Config>) {
-                __syncwarp();  //~ warp_stored
-                if (Thread::here().lane_idx() == 0) {
-                    ptx::mbarrier_arrive(smem_.stored_barriers(slot()));
-                }
+            __syncwarp();  //~ warp_stored
+            if (Thread::here().lane_idx() == 0) {
+                ptx::mbarrier_arrive(smem_.stored_barriers(slot()));
             }
         }
     }
@@ -91,15 +89,6 @@ class MathWarps {
         } else {
             // A warp that gave up has not waited for the destinations, so it must not store.
             if (waiter_.aborted()) return true;
-            if constexpr (PoolRing<Config>::wraps && math_publishes<Config>) {
-                // All stages of the block have been loaded. The activation loader has read
-                // everything else that it reads in the pool before the last of them. One thread
-                // does this: with a vote of the warp ptxas takes the main loop for divergent.
-                static_assert(Config::block_m == Config::block_m_step);
-                if (block.is_reused && thread.thread_idx == 0) {
-                    release_pool_block(ranks.local(), block.pool_block_idx);
-                }
-            }
             if (is_idle) return true;  //~ idle_linear2
             L2Epilogue<Config, num_rows>(smem_, thread, slot())
                 .run(block, factors, biases, accumulators);

@@ -159,14 +159,21 @@ class SharedMemory {
 
     // "The header of a block is written." Arrive: weight loader (1), when the block's first stage
     // is free. Wait: activation loader, parity of its round over the slots; math learns of it by
-    // the first stage. Nobody waits to write it anew: see above.
+    // the first stage. And the warp that publishes, if there is one of its own.
     __device__ uint32_t header_barriers(uint32_t slot) const {
         return barrier(Smem::header_barriers_offset, slot);
     }
 
+    // "The warp that publishes has seen a block's header and its results stored", if there is one
+    // of its own. Its lane 0 arrives. Wait: weight loader, before it writes the slot anew, with the
+    // parity opposite to its round over the slots, so that the first round passes at once.
+    __device__ uint32_t seen_barriers(uint32_t slot) const {
+        return barrier(Smem::seen_barriers_offset, slot);
+    }
+
     // "The results of a block are stored." Arrive: one lane of every math warp, behind its warp's
-    // stores. Wait: weight loader, who then publishes Linear1's, parity of the block's round over
-    // the slots. Nobody arrives or waits where math publishes itself (l1_publisher.cuh).
+    // stores. Wait: who publishes Linear1's (l1_publisher.cuh), parity of the block's round over
+    // the slots.
     __device__ uint32_t stored_barriers(uint32_t slot) const {
         return barrier(Smem::stored_barriers_offset, slot);
     }
@@ -189,6 +196,9 @@ class SharedMemory {
         init(Smem::empty_barriers_offset, Config::num_stages,
              num_math_warps<Config> * Config::cluster_size);
         init(Smem::header_barriers_offset, Config::num_block_slots, 1);
+        if constexpr (Config::num_publish_warps > 0) {
+            init(Smem::seen_barriers_offset, Config::num_block_slots, 1);  //~ seen_init
+        }
         //~ stored_init
         init(Smem::stored_barriers_offset, Config::num_block_slots, num_math_warps<Config>);
         if constexpr (Config::cluster_size > 1) {

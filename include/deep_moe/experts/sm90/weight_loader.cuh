@@ -1,6 +1,6 @@
 // The warp that loads weights. They were written before the kernel started, so the warp runs ahead
 // as far as the stages allow. It also claims the CTA's blocks, tells the other roles about them,
-// and publishes what Linear1's epilogues have stored, unless math does (l1_publisher.cuh).
+// and publishes what Linear1's epilogues have stored, unless another warp does (l1_publisher.cuh).
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -46,6 +46,17 @@ __device__ void leave_header(const SharedMemory<Config>& smem, uint32_t slot,
                              const BlockHeader& header) {
     if (ptx::lane_idx() == 0) store_header(smem.block_headers(slot), header);  //~ header_left
     __syncwarp();
+}
+
+// Where a warp of its own publishes: until that one is done with the block before in the slot.
+// Whole warp; false after an abort.
+template <class Config>
+__device__ __forceinline__ bool await_slot(const SharedMemory<Config>& smem,
+                                           const RingPosition<Config::num_block_slots>& slot,
+                                           Waiter& waiter) {
+    //~ slot_awaited
+    return waiter.warp_mbarrier(WaitSite::block_seen, smem.seen_barriers(slot.stage),
+                                slot.parity ^ 1);
 }
 
 // Who says which block is next. By reference, as long as the loader runs.
@@ -139,6 +150,9 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         const uint32_t num_k_blocks = linear.num_k_blocks();
         const BlockHeader header{block, linear.weight_block_row(block), block.n_block_idx};
         trace.mark(linear.load_step(), header.weight_block_row_idx, header.num_valid_rows);
+        if constexpr (!loader_publishes<Config>) {
+            if (!await_slot(smem, slots, waiter)) return;
+        }
         const uint32_t first_block_idx = header.weight_block_row_idx * num_k_blocks;
         const bool is_read_once = counts.copies_weights_once(block.expert_idx);
         if constexpr (has_few_loader_registers<Config>) leave_header(smem, slots.stage, header);
@@ -201,7 +215,7 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
             if (k_block_idx == claim_at) claims.claim();
             uint32_t end = num_k_blocks;
             if (k_block_idx < claim_at) end = claim_at;
-            if (!math_publishes<Config> && k_block_idx < publish_at) end = min(end, publish_at);
+            if (loader_publishes<Config> && k_block_idx < publish_at) end = min(end, publish_at);
             bool loaded = true;
             if (fills_first) {
                 end = min(end, k_block_idx + Config::num_stages - ring.stage);
@@ -223,6 +237,9 @@ __device__ void load_weights(const KernelArgs& args, const SharedMemory<Config>&
         }
     }
     if (!publisher.publish(slots, waiter)) return;
+    if constexpr (!loader_publishes<Config>) {
+        if (!await_slot(smem, slots, waiter)) return;
+    }
 
     trace.mark(TraceStep::end);
     if (!waiter.warp_mbarrier(WaitSite::weight_stage_empty, smem.empty_barriers(ring.stage),

@@ -168,6 +168,7 @@ def test_a_call_of_72_ranks_has_experts_that_they_share_evenly(monkeypatch: pyte
     ("chip", "record_name"),
     [
         ("b200", "2026-11-28"),
+        ("b200", "later-2026-11-28"),
         ("b200", "nvfp4-2026-11-28"),
         ("b200", "2026-11-27"),
         ("b300", "2026-11-27"),

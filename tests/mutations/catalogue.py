@@ -436,7 +436,11 @@ SM100_MUTATIONS = (
                 replaced("fp4_mma", "accumulates", "true"),
                 "misuse|result",
             ),
-            ("fp4_scales_of_next_group", replaced("fp4_scale_word", "1 + i", "i"), "result"),
+            (
+                "fp4_scales_of_next_group",
+                replaced("fp4_scale_words", "words, 1", "words, 0"),
+                "result",
+            ),
             (
                 "fp4_token_factor_lost",
                 replaced("fp4_token_factor", "tokens.factors.x * factor[0]", "factor[0]"),

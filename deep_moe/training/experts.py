@@ -32,6 +32,7 @@ import torch
 
 from deep_moe.activations import GatedActivation
 
+from .gathered_weights import GatheredWeight
 from .kept_weights import Rounding, quantized_once
 from .products import expert_sums, grouped_product, grouped_weight_gradient
 from .quantized import QuantizedWeights, num_other_bytes
@@ -302,6 +303,9 @@ class Experts:
         weights are the same. inputs: as the precision has them."""
         if self.precision == "bf16":
             return grouped_product(inputs, weights, rows.offs), None
+        if isinstance(weights, GatheredWeight):
+            gathered = weights.box.in_order(for_gradients=False)
+            return self.steps.quantized_product(inputs, gathered, rows), None
         rounding = Rounding(self._rounded, self._num_rounded_differences)
         rounded = quantized_once(weights, (self.precision, type(self.steps)), rounding)
         if not self._quantizes:
@@ -332,6 +336,8 @@ class Experts:
     ) -> torch.Tensor:
         """Of quantized rows. The weights' values are those of the forward pass, for a block of
         128 x 128 is one in either direction. transposed: None to quantize them again."""
+        if transposed is None and isinstance(weights, GatheredWeight):
+            transposed = weights.box.in_order(for_gradients=True)
         if transposed is None:
             kind = ("transposed", type(self.steps))
             rounding = Rounding(self._transposed, self._num_transposed_differences)

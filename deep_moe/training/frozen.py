@@ -9,6 +9,7 @@ import torch
 
 from deep_moe.tensor_memory import check_dense, check_memory
 
+from .gathered_weights import plain_weight
 from .kept_weights import KeptWeight, keep
 from .layer import MoELayer
 
@@ -83,7 +84,8 @@ def _entries(owners: tuple[torch.nn.Module | torch.Tensor, ...]) -> list[KeptWei
             weights = {name: owner}
         else:
             raise TypeError(f"{name} must be a module or a tensor; got {type(owner).__name__}")
-        for key, weight in weights.items():
+        for key, given in weights.items():
+            weight = plain_weight(given)
             if type(weight) not in (torch.Tensor, torch.nn.Parameter):
                 raise TypeError(
                     f"{key} must be a plain tensor, as calls get it; got {type(weight).__name__}"

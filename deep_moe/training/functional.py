@@ -17,6 +17,7 @@ from deep_moe.targets import target_of
 from deep_moe.tensor_memory import check_dense, check_memory
 
 from .experts import FP8_DATA_GRADIENTS, FP8_PRECISIONS, Precision
+from .gathered_weights import GatheredWeight, is_gatherable_or_gathered, memory_of
 from .operators import encode_activation, gated_activation_of, moe_op
 
 if TYPE_CHECKING:
@@ -148,6 +149,12 @@ def moe(
             kernel gave up.
     """
     _check(x, topk_idx, topk_weights, w1, w3, w2, (b1, b3, b2), precision, arch)
+    weights = (w1, w3, w2)
+    if any(isinstance(w, GatheredWeight) for w in weights) and precision not in FP8_DATA_GRADIENTS:
+        raise ValueError(
+            "precision must be 'fp8_dgrad' or 'fp8_wgrad' where quantize_gathered has gathered "
+            f"E4M3; got {precision!r}"
+        )
     require_type("recompute", recompute, bool, "a bool")
     require_type("keep_received", keep_received, bool, "a bool")
     require_type("quantize_kept", quantize_kept, bool, "a bool")
@@ -178,7 +185,9 @@ def moe(
         options = (options[0], "fp8", options[2])
     if group is None and (max_recv_slots is not None or keep_received):
         raise ValueError("max_recv_slots and keep_received go with a group; got no group")
-    if group is not None or fuse_wgrad_accumulation:
+    # What an operator is given are plain tensors, which it may not change.
+    has_own_types = any(map(is_gatherable_or_gathered, weights))
+    if group is not None or fuse_wgrad_accumulation or has_own_types:
         from .expert_parallel import Options, expert_parallel_moe
 
         kept = Options(*options, recompute, keep_received, quantize_kept, fuse_wgrad_accumulation)
@@ -308,7 +317,7 @@ def _require_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be a tensor; got {type(value).__name__}")
     if torch.compiler.is_compiling():  # whose own tensors wrap others
         return
-    if is_traceable_wrapper_subclass(value):
+    if is_traceable_wrapper_subclass(value) and not is_gatherable_or_gathered(value):
         raise TypeError(
             f"{name} must be a plain tensor, as a module that FSDP2 gathers has it in its forward "
             f"pass; got {type(value).__name__}, which wraps others"
@@ -362,4 +371,5 @@ def _require(
         raise ValueError(f"{name} must be on {device}, as x is; got {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous; got strides {tensor.stride()}")
-    check_memory(name, tensor)
+    for part in memory_of(tensor):
+        check_memory(name, part)

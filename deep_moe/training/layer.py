@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,9 +15,16 @@ from deep_moe.heuristics.shape import MAX_SIZE, require_int
 from deep_moe.targets import target_for
 from deep_moe.tensor_memory import check_dense, check_memory
 
-from .experts import Precision
+from .experts import FP8_DATA_GRADIENTS, Precision
 from .functional import Forward, moe
-from .groups import Shared, num_ranks_of
+from .gathered_weights import gatherable_parameter
+from .groups import (
+    Shared,
+    is_dtensor,
+    num_ranks_of,
+    refuse_averages_of_ddp,
+    refuse_averages_of_fsdp,
+)
 from .operators import gated_activation_of
 
 if TYPE_CHECKING:
@@ -54,6 +61,10 @@ class MoELayer(nn.Module):
         keep_received: as in `deep_moe.moe`.
         quantize_kept: as in `deep_moe.moe`.
         fuse_wgrad_accumulation: as in `deep_moe.moe`.
+        quantize_gathered: FSDP2 (`fully_shard`) gathers w1, w3 and w2 as E4M3 with scales in place
+            of BF16. Each rank quantizes its own shards, anew for each gather. Outputs and gradients
+            have the same bits. For precision "fp8_dgrad" and "fp8_wgrad", which multiply nothing
+            but E4M3 with weights.
         arch: as in `deep_moe.moe`.
         forward: as in `deep_moe.moe`.
         sym_buffer: as in `deep_moe.moe`.
@@ -88,6 +99,7 @@ class MoELayer(nn.Module):
         keep_received: bool = False,
         quantize_kept: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        quantize_gathered: bool = False,
         arch: str | None = None,
         forward: Forward = "training",
         sym_buffer: SymmBuffer | None = None,
@@ -99,8 +111,14 @@ class MoELayer(nn.Module):
         for name, size in sizes.items():
             if not 1 <= require_int(name, size, "at least 1") < MAX_SIZE:
                 raise ValueError(f"{name} must be at least 1 and below 2^31; got {size}")
-        for name, value in {"fuse_w1_w3": fuse_w1_w3, "biases": biases}.items():
+        flags = {"fuse_w1_w3": fuse_w1_w3, "biases": biases, "quantize_gathered": quantize_gathered}
+        for name, value in flags.items():
             require_type(name, value, bool, "a bool")
+        if quantize_gathered and precision not in FP8_DATA_GRADIENTS:
+            raise ValueError(
+                "precision must be 'fp8_dgrad' or 'fp8_wgrad' with quantize_gathered, because the "
+                f"backward pass of others multiplies unrounded weights; got {precision!r}"
+            )
         if dtype not in (torch.bfloat16, torch.float64):
             raise ValueError(f"dtype must be torch.bfloat16 or torch.float64; got {dtype}")
         device = None if device is None else named_device(device)
@@ -115,6 +133,7 @@ class MoELayer(nn.Module):
         self.keep_received = keep_received
         self.quantize_kept = quantize_kept
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.quantize_gathered = quantize_gathered
         self.forward_kind: Forward = forward
         self._num_ranks = num_ranks = num_ranks_of(group)
         self._shared_group: Shared[ProcessGroup | AllToAll] = Shared(group)
@@ -137,6 +156,7 @@ class MoELayer(nn.Module):
         self.b1 = parameter(intermediate, dtype=bias_dtype) if biases else None
         self.b3 = parameter(intermediate, dtype=bias_dtype) if biases else None
         self.b2 = parameter(hidden, dtype=bias_dtype) if biases else None
+        self._make_gatherable()
         self.reset_parameters()
 
     @property
@@ -173,6 +193,29 @@ class MoELayer(nn.Module):
     @sym_buffer.setter
     def sym_buffer(self, sym_buffer: SymmBuffer | None) -> None:
         self._shared_buffer = Shared(sym_buffer)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 puts its shards in the place of parameters, whatever module it was called with.
+        if is_dtensor(value) and self.group is not None and self._num_ranks > 1:
+            refuse_averages_of_fsdp(self.group, value.device_mesh)
+        super().__setattr__(name, value)
+
+    def _make_gatherable(self) -> None:
+        """Give weights the type that says how FSDP2 gathers them. What loads them replaces them."""
+        if not self.quantize_gathered:
+            return
+        for name in ("w1", "w3", "w2"):
+            weight = self._parameters.get(name)
+            if weight is not None:
+                self._parameters[name] = gatherable_parameter(weight)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._make_gatherable()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._make_gatherable()
 
     def reset_parameters(self) -> None:
         """Weights as in `nn.Linear`, biases zero."""
@@ -214,6 +257,8 @@ class MoELayer(nn.Module):
             ):
                 columns = f"hidden ({self.hidden})" if is_x else "topk"
                 raise ValueError(f"{name} must be [..., {columns}]; got {tuple(tensor.shape)}")
+        if self._num_ranks > 1 and self.group is not None:
+            refuse_averages_of_ddp(self.group, self.parameters(recurse=False))
         if topk_weights.dtype == torch.bfloat16:
             topk_weights = topk_weights.float()
         out = moe(

@@ -27,6 +27,7 @@ from .experts import (
     Weights,
     widened,
 )
+from .gathered_weights import memory_of, plain_weight
 from .kernel_steps import KernelSteps
 from .quantized import QuantizedWeights, quantized_width
 from .rows import Rows
@@ -107,13 +108,14 @@ def experts_of(
     given = {"x": x, "w1": w1, "w3": w3, "w2": w2, "b1": b1, "b3": b3, "b2": b2}
     for name, tensor in given.items():
         if tensor is not None:
-            check_memory(name, tensor)
+            for part in memory_of(tensor):
+                check_memory(name, part)
     biases = None
     if b1 is not None:
         assert b3 is not None
         assert b2 is not None
         biases = widened(Biases(b1, b3, b2), x.dtype)
-    weights = Weights(w1, w3, w2)
+    weights = Weights(plain_weight(w1), None if w3 is None else plain_weight(w3), plain_weight(w2))
     steps = steps_for(x, arch)
     if isinstance(steps, KernelSteps) and precision in FP8_PRECISIONS:
         _require_products(steps.arch, precision)

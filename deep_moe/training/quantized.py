@@ -94,6 +94,13 @@ def quantized_columns(values: torch.Tensor, offs: torch.Tensor) -> QuantizedColu
     return QuantizedColumns(quantized.values, quantized.scales.squeeze(2))
 
 
+def transposed_weights(weights: QuantizedWeights) -> QuantizedWeights:
+    """The same values in the other order; N is a multiple of 128, too."""
+    codes = weights.values.view(torch.uint8).transpose(1, 2).contiguous()
+    scales = weights.scales.transpose(1, 2).contiguous()
+    return QuantizedWeights(codes.view(torch.float8_e4m3fn), scales)
+
+
 def quantized_weights(weights: torch.Tensor) -> QuantizedWeights:
     """BF16 [experts, K, N], quantized in PyTorch, one expert at a time: each is widened."""
     num_experts, num_values, num_columns = weights.shape

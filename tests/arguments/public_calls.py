@@ -609,6 +609,7 @@ CALLS: dict[str, Callable[[], Call]] = {
         keep_received=False,
         quantize_kept=False,
         fuse_wgrad_accumulation=False,
+        quantize_gathered=False,
         arch=None,
         forward="training",
         device=None,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -138,6 +139,50 @@ def test_fsdp_trains_the_weights_that_it_gathers(run_ranks: RunRanks) -> None:
         return not torch.equal(last, first)
 
     assert run_ranks(NUM_RANKS, work) == [True] * NUM_RANKS
+
+
+class Outer(torch.nn.Module):
+    """What a model's wrapper sees, with a parameter of its own."""
+
+    def __init__(self, layer: deep_moe.MoELayer) -> None:
+        super().__init__()
+        self.layer, self.bias = layer, torch.nn.Parameter(torch.zeros(SIZE).bfloat16())
+
+    def forward(self, x: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x + self.bias, *routing)
+        return out
+
+
+def test_averages_over_other_experts_are_refused_by_name(run_ranks: RunRanks) -> None:
+    """Ranks that share out experts, within DDP and FSDP2 over the same ranks. Over a rank by
+    itself, and where DDP leaves the experts alone, they train."""
+
+    def work(rank: int) -> None:
+        own = dist.new_subgroups(1)[0]
+        world = dist.group.WORLD
+        words = r"group must have one rank at most in common with {} .* got both over \[0, 1\]"
+        outer = DistributedDataParallel(Outer(layer_of(group=world)))
+        with pytest.raises(ValueError, match=words.format("the process group of Distributed.*,")):
+            loss(outer, rank, 0)
+        for wrap in (lambda layer: layer, Outer):
+            with pytest.raises(ValueError, match=words.format("the mesh of fully_shard,")):
+                fully_shard(wrap(layer_of(group=world)))
+
+        alone = Outer(layer_of(group=world))
+        expected = loss(alone, rank, 0)
+        assert (
+            loss(DistributedDataParallel(Outer(layer_of(group=world)), process_group=own), rank, 0)
+            == expected
+        )
+        ignoring = Outer(layer_of(group=world))
+        names = [name for name, _ in ignoring.named_parameters() if name.startswith("layer.")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, names)
+        assert loss(DistributedDataParallel(ignoring), rank, 0) == expected
+        sharded_alone = layer_of(group=world)
+        fully_shard(sharded_alone, mesh=DeviceMesh.from_group(own, "cpu"))
+        assert loss(sharded_alone, rank, 0) == expected
+
+    run_ranks(NUM_RANKS, work)
 
 
 def test_dtensors_are_refused_by_name(run_ranks: RunRanks) -> None:

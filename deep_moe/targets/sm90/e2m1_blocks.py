@@ -3,8 +3,8 @@
 The kernel makes a product's word of a lane four registers of two BF16. With h = 0 or 1 for a row,
 c = 0 or 1 for the first or second two values along k, and v = 0 or 1 for the first or second of
 these, a value comes into half v of register 2*c + h. Its bits lie where BF16 has sign, the lowest
-two bits of exponent and the highest of mantissa, 15, 8, 7 and 6, once the word is rotated left: by 6
-for register 0, 2 for register 1, 12 for register 2, 0 for register 3
+two bits of exponent and the highest of mantissa, 15, 8, 7 and 6, once the word is rotated left: by
+6 for register 0, 2 for register 1, 12 for register 2, 0 for register 3
 (include/deep_moe/formats/e2m1_to_bf16.cuh). Four such patterns do not fit into a word. So bit 8 of
 register 1 comes by a rotation of 10. No other layout is decoded by fewer instructions.
 """

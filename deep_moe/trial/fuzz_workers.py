@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
+import threading
 import time
 import traceback
 from collections import deque
@@ -58,7 +60,7 @@ def outcomes(
     # Workers are forks of a process that has imported, so that PyTorch is imported once for all.
     multiprocessing.set_forkserver_preload(["deep_moe.trial.fuzzing"])
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(num_workers, context, torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(num_workers, context, _begin_worker) as pool:
         try:
             yield from _outcomes_of_pool(pool, batches, num_workers, ends_at)
         finally:
@@ -89,6 +91,20 @@ def _outcomes_of_pool(
             numbers = ", ".join(str(case.number) for case in in_work)
             yield Outcome(batch[0], f"a worker's process ended while cases {numbers} ran", 0.0)
             return
+
+
+def _begin_worker() -> None:
+    """In a worker: one thread for products, and an end with the process that began it, however that
+    ends."""
+    torch.set_num_threads(1)
+    beginner = multiprocessing.parent_process()
+    assert beginner is not None
+
+    def end_with_it() -> None:
+        multiprocessing.connection.wait([beginner.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_it, daemon=True).start()
 
 
 def _run_batch(batch: Sequence[Case], ends_at: float | None) -> list[Outcome]:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -72,6 +77,34 @@ class EndsItsProcess(FuzzCase):
 def test_a_worker_that_dies_is_a_failure_and_no_hang() -> None:
     (outcome,) = fuzz_workers.outcomes(map(EndsItsProcess.of, range(3)), num_workers=2)
     assert "a worker's process ended while cases 0, 1, 2 ran" in outcome.failure
+
+
+class KillsWhoBegan(FuzzCase):
+    def run(self) -> str:
+        beginner = multiprocessing.parent_process()
+        assert beginner is not None
+        assert beginner.pid is not None
+        Path(os.environ["WORKER"]).write_text(str(os.getpid()))
+        os.kill(beginner.pid, signal.SIGKILL)
+        time.sleep(600)
+        return ""
+
+
+def test_workers_of_a_killed_process_end(tmp_path: Path) -> None:
+    script = (
+        "from deep_moe.trial import fuzz_workers\n"
+        "from tests.cli.test_fuzz import KillsWhoBegan\n"
+        "list(fuzz_workers.outcomes(map(KillsWhoBegan.of, range(1)), num_workers=2))"
+    )
+    environment = {**os.environ, "WORKER": str(tmp_path / "worker")}
+    killed = subprocess.run([sys.executable, "-c", script], env=environment, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    worker = Path("/proc") / (tmp_path / "worker").read_text()
+    for _ in range(600):
+        if not worker.exists():
+            return
+        time.sleep(0.1)
+    pytest.fail("a minute later the worker is still there")
 
 
 def test_no_case_begins_behind_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,9 @@
 // main_loop.cuh's, to the bit, but by mma.sync. Each warp multiplies for itself.
 //
 // Products of 8 columns are so short that what bounds them is how many instructions a quarter of
-// the SM issues. A wgmma keeps it from issuing for 13 cycles, four mma.sync, which do as much, for
-// 6 each of a warp's rows. And a warp here neither meets others nor waits for its products. While
-// it decodes and multiplies one k-block, what the next stage holds is on its way to registers.
+// the SM issues. A wgmma keeps the quarter from issuing for 13 cycles, an mma.sync of the same 16
+// rows for 6. And a warp here neither meets others nor waits for its products. While it decodes and
+// multiplies one k-block, what the next stage holds is on its way to registers.
 #pragma once
 
 #include <cuda/std/cstdint>
@@ -133,8 +133,8 @@ class EightRowLoop {
         ring_.advance();
     }
 
-    // The stage that was loaded from last. An arrival waits for the loads before it. So it comes
-    // when they have long been there.
+    // The stage that was loaded from last. An arrival waits for the loads in front of it, so it
+    // stands where these have long come.
     __device__ __forceinline__ void release_last() {
         __syncwarp();  //~ eight_rows_read
         smem_.release_stage(loaded_stage_, thread_idx_ % warp_size);

@@ -93,7 +93,7 @@ kernel(const __grid_constant__ KernelArgs args) {
     __syncthreads();
     constexpr uint32_t first_epilogue = Config::num_dispatch_warps + 4;
     if (warp_idx < Config::num_dispatch_warps) {
-        dispatch<Config, ScalesBesideTokens>(args, shared_memory);
+        dispatch<Config, ScalesBesideTokens>(args, shared_memory, [](const auto&...) {});
     } else {
         Waiter waiter(args);
         if (warp_idx >= first_epilogue) compute(args, warp_idx - first_epilogue, waiter);

@@ -206,11 +206,13 @@ def choose_fields(
     )
 
     choose("num_dispatch_warps", NUM_DISPATCH_WARPS, "half of a warpgroup, beside the loaders")
+    # Of clusters it was neither timed nor tried what they do if a call is given up.
+    is_small = block_m <= MAX_PUBLISHED_ROWS and choices.fields["cluster_size"] == 1
     num_publish_warps = choose(
         "num_publish_warps",
-        1 if block_m <= MAX_PUBLISHED_ROWS else 0,
+        1 if is_small else 0,
         "of dispatch: memory bounds blocks of few rows, and no load is to wait for a release"
-        if block_m <= MAX_PUBLISHED_ROWS
+        if is_small
         else "the weight loader publishes, and all dispatch warps pull",
     )
     if num_publish_warps not in (0, 1):

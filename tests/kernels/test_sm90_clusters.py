@@ -50,7 +50,7 @@ def check(case: LayerCase, num_tokens: tuple[int, ...], **options: Any) -> None:
 @parametrize(
     ("weights", "tile"),
     [
-        ("fp8", {"block_m": 8}),  # a warp of its own publishes
+        ("fp8", {"block_m": 8}),
         ("fp8", {"block_m": 40}),
         ("bf16", {"block_m": 24}),
         ("mxfp4", FITTED),

@@ -86,37 +86,27 @@ def read_num_pool_tokens(default: int | None = DEFAULT_POOL_TOKENS) -> int | Non
 def read_compile_ahead() -> bool:
     """Whether DEEP_MOE_COMPILE_AHEAD says that all kernels are compiled while an engine loads: 1,
     the default. Raises ValueError for what is neither 0 nor 1."""
-    value = os.environ.get(AHEAD_VARIABLE) or ON
-    if value not in (OFF, ON):
-        raise ValueError(
-            f"{AHEAD_VARIABLE} must be {ON} (the default), or {OFF} to compile a kernel when the "
-            f"first step needs it; got {value!r}"
-        )
-    return value == ON
+    return _read_flag(AHEAD_VARIABLE, ON, f"{OFF} to compile a kernel when the first step needs it")
 
 
 def read_sm100() -> bool:
     """Whether DEEP_MOE_SM100 lets engines give layers to a kernel that nobody has run on such a GPU
     yet: 0, the default, or 1. Raises ValueError for anything else."""
-    value = os.environ.get(SM100_VARIABLE) or OFF
-    if value not in (OFF, ON):
-        raise ValueError(
-            f"{SM100_VARIABLE} must be {OFF} (the default), or {ON} to let engines run experts by "
-            f"kernels that nobody has run on such a GPU yet; got {value!r}"
-        )
-    return value == ON
+    return _read_flag(
+        SM100_VARIABLE,
+        OFF,
+        f"{ON} to let engines run experts by kernels that nobody has run on such a GPU yet",
+    )
 
 
 def read_requantize() -> bool:
     """Whether DEEP_MOE_REQUANTIZE lets FP8 experts be rounded anew, whose scales the kernel cannot
     apply: 0, the default, or 1. Raises ValueError for anything else."""
-    value = os.environ.get(REQUANTIZE_VARIABLE) or OFF
-    if value not in (OFF, ON):
-        raise ValueError(
-            f"{REQUANTIZE_VARIABLE} must be {OFF} (the default), or {ON} to round FP8 experts anew "
-            f"where the kernel cannot apply their scales; got {value!r}"
-        )
-    return value == ON
+    return _read_flag(
+        REQUANTIZE_VARIABLE,
+        OFF,
+        f"{ON} to round FP8 experts anew where the kernel cannot apply their scales",
+    )
 
 
 def read_path() -> str:
@@ -129,3 +119,11 @@ def read_path() -> str:
             f"dispatch, experts and combine as three; got {value!r}"
         )
     return value
+
+
+def _read_flag(variable: str, default: str, other: str) -> bool:
+    """Whether `variable` is on. other: the value that is not the default, and what it means."""
+    value = os.environ.get(variable) or default
+    if value not in (OFF, ON):
+        raise ValueError(f"{variable} must be {default} (the default), or {other}; got {value!r}")
+    return value == ON

@@ -48,7 +48,8 @@ BLOCK_N = (
     256  # two math warpgroups of two 64-row products each; 128 rows read tokens twice as often
 )
 NUM_DISPATCH_WARPS = 2
-# Rows of the widest tile whose blocks a dispatch warp publishes.
+# Rows of the widest tile whose blocks a dispatch warp publishes. With INT4 weights an H200 gains 3
+# to 7 % by it, with FP8 nothing (2026-11-28, benchmarks/LOG.md). Wider tiles were not timed.
 MAX_PUBLISHED_ROWS = 32
 NUM_LOADER_WARPS = 2  # activations, weights; in one warpgroup with dispatch
 NUM_MATH_WARPS = 8
@@ -206,7 +207,8 @@ def choose_fields(
     )
 
     choose("num_dispatch_warps", NUM_DISPATCH_WARPS, "half of a warpgroup, beside the loaders")
-    # Of clusters it was neither timed nor tried what they do if a call is given up.
+    # In clusters a call that is given up would write a stage again before its first copy has come
+    # (test_every_role_leaves_wherever_it_stands). They were not timed, either.
     is_small = block_m <= MAX_PUBLISHED_ROWS and choices.fields["cluster_size"] == 1
     num_publish_warps = choose(
         "num_publish_warps",

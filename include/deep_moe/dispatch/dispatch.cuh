@@ -89,7 +89,7 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory, const P
     if constexpr (ExpertOrder<Config>::has_shared) {
         trace.mark(TraceStep::pull);
         counts.count_shared(args);
-        if (pulls_tokens<Config>(warp_idx))
+        if (pulls_tokens<Config>(warp_idx)) {
             num_pulled = pull_first_tokens<Config, PullPolicy>(
                 buffers, counts, cta_idx, warp_idx,
                 shared_memory + Config::Smem::pull_buffers_offset +
@@ -97,6 +97,7 @@ __device__ void dispatch(const KernelArgs& args, uint32_t shared_memory, const P
                 shared_memory + Config::Smem::pull_barriers_offset +
                     warp_idx * Config::Smem::pull_barriers_stride,
                 waiter);
+        }
     }
     trace.mark(TraceStep::await_counts);
     if (counts.acquire(args, local, waiter)) {  //~ counts_acquired

@@ -9,9 +9,9 @@
 // warp, while the others pull (Config::num_publish_warps). It has nothing else to do, so that no
 // load waits for a release, nor a release for loads.
 //
-// With wider tiles all dispatch warps pull, and the weight loader publishes. It does so when it has
-// started so many loads of the CTA's next block that the next stage cannot be free before the
-// epilogue is done. So it waits for nothing that it would not wait for anyway.
+// With wider tiles, and in clusters, all dispatch warps pull, and the weight loader publishes. It
+// does so when it has started so many loads of the CTA's next block that the next stage cannot be
+// free before the epilogue is done. So it waits for nothing that it would not wait for anyway.
 //
 // Releases of rows by Linear2's blocks (release_rows.cuh) go the same ways.
 #pragma once
